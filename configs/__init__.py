@@ -1,0 +1,1 @@
+"""Example configurations and GPU models of the emulated device."""

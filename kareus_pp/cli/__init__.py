@@ -1,0 +1,1 @@
+"""The command line, `kareus-pp`: one module for each command."""

@@ -1,0 +1,1 @@
+"""GPUs behind one protocol: NVML, zeusd, a site command, emulated, dry-run."""

@@ -1,0 +1,1 @@
+"""Learning what every instruction costs from ordinary training steps."""

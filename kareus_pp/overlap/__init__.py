@@ -1,0 +1,1 @@
+"""Partitioned overlap of tensor-parallel collectives with the other nanobatch."""

@@ -1,0 +1,1 @@
+"""Planning: options, the integer program, bounds, frontiers, targets."""

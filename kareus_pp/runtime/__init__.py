@@ -1,0 +1,1 @@
+"""The session: observe, profile, plan, apply, watch."""

@@ -1,0 +1,1 @@
+"""GPU models and the replay of plans on profiles."""

@@ -1,0 +1,1 @@
+"""Starting a training script with the plugin already in place."""
