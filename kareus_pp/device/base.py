@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kareus_pp.profile import Source
+from kareus_pp.schedule import InstructionClass
 
 DEFAULT_CLOCK = 0
 """In a clock request: default clocks, no lock."""
@@ -130,7 +131,7 @@ class ClockController(Protocol):
 class Pacer(Protocol):
     """What an emulated GPU offers beyond the protocol: it executes instructions in paced time."""
 
-    def begin_instruction(self, class_key: str) -> None:
+    def begin_instruction(self, cls: InstructionClass) -> None:
         """Called by the session before the real execution of an instruction."""
         ...
 

@@ -1,0 +1,1 @@
+"""Benchmarks against peers and bounds: `python -m benchmarks.NAME [--json]`."""
