@@ -243,6 +243,10 @@ class EmulatedDevice:
                 goal_s = self._next_event_s(running)
             self._time.sleep_until(goal_s)
 
+    def now(self) -> float:
+        """Seconds of its time source."""
+        return self._time.now()
+
     def wait_until(self, at_s: float) -> None:
         """Wait, executing nothing, until `at_s` of the time source."""
         while self._time.now() < at_s:

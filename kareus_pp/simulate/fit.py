@@ -139,9 +139,14 @@ def fit_gpu_model(curves: Sequence[Curve], assumed: Assumed, origin: str = "") -
     lower = np.array([0.6 * top, 2.0, 0.3 * top, 0.0, 1.0, 0.0])
     upper = np.array([1.2 * top, 300.0, top, 1e-2, 2000.0, 1000.0])
     solution = least_squares(
-        residuals, start, bounds=(lower, upper), x_scale=start, diff_step=np.full(len(start), 1e-3), loss="soft_l1",
+        residuals,
+        start,
+        bounds=(lower, upper),
+        x_scale=start,
+        diff_step=np.full(len(start), 1e-3),
+        loss="soft_l1",
         f_scale=0.03,
-    )  # fmt: skip
+    )
     return model_of(solution.x)
 
 
