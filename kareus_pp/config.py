@@ -112,6 +112,9 @@ class KareusConfig(_Section):
     profile: Path | None = Field(None, description="profile file to start from")
     output: Path = Field(Path("kareus"), description="folder for events, runs, profile, plans")
     observe_steps: PositiveInt = Field(2, description="steps observed at default clocks")
+    sample_always: bool = Field(
+        False, description="read the device in steady state too, for the energy of every step"
+    )
     min_dwell_s: NonNegativeFloat = Field(
         0.0, description="the clock controller keeps a clock for at least this long"
     )

@@ -129,7 +129,15 @@ class ClockController(Protocol):
 
 
 class Pacer(Protocol):
-    """What an emulated GPU offers beyond the protocol: it executes instructions in paced time."""
+    """What an emulated GPU offers beyond the protocol: it executes instructions in paced time.
+
+    Attributes:
+        instructions: Instructions paced so far.
+        overruns: Those of them whose real execution took longer than the paced time.
+    """
+
+    instructions: int
+    overruns: int
 
     def begin_instruction(self, cls: InstructionClass) -> None:
         """Called by the session before the real execution of an instruction."""
