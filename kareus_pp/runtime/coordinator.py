@@ -215,6 +215,8 @@ class Coordinator:
                 f"clocks for the rest of such steps",
             )
         if assignment is None:
+            if any(row.assignment.phase == APPLY for row in self._rows) and not self.down:
+                self._warn_once(step.key, "there is no plan for them; default clocks")
             self._observe(step)
         elif assignment.report_every and step.number % assignment.report_every == 0:
             self._store.set(f"record/{record.rank}/{record.step}", encode(record))

@@ -75,7 +75,6 @@ class Leader:
         self._assignments: list[Assignment] = []
         self._runs: Runs | None = None
         self._trying: Settings = ()
-        self._tried_from = 0
         self._records: list[IterationRecord] = []
         self._rejections: list[str] = []
         self._step = -1
@@ -247,7 +246,7 @@ class Leader:
         assignment = self._publish(
             PROFILE, self._key, f"profile-{len(self._runs.runs)}", self._trying
         )
-        self._tried_from = self._read_step = assignment.first_step
+        self._read_step = assignment.first_step
         self._state = _State.TRY
 
     def _await_records(self) -> None:
@@ -340,7 +339,7 @@ class Leader:
         self._key = key
         self._planned.add(key)
         assignment = self._publish(APPLY, key, name, plan.settings, plan.time_s, plan.energy_j)
-        self._read_step = assignment.first_step
+        self._read_step = assignment.first_step + -assignment.first_step % assignment.report_every
         self._drift = DriftWatch(plan.time_s)
         self._log.info(
             "kareus-pp: applying the plan %s from step %d: predicted %s s and %s J an iteration%s",
@@ -373,15 +372,12 @@ class Leader:
         margin = 1 + math.ceil(2 * _POLL_S / max(self._step_s, 1e-3))
         stride = 1 if phase == PROFILE else max(1, math.ceil(_REPORT_PERIOD_S / self._step_s))
         every = stride if report_every is None else report_every
-        first = self._step + 1 + margin
-        if every > 1:
-            first += -first % every
         assignment = Assignment(
             number=len(self._assignments),
             phase=phase,
             key=key,
             name=name,
-            first_step=first,
+            first_step=self._step + 1 + margin,
             settings=tuple(" ".join(map(str, row)) for row in settings),
             report_every=every,
             time_s=time_s,

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from kareus_pp.builders import build_1f1b, build_schedule
+from kareus_pp.config import parse_config
+from kareus_pp.errors import ConfigError, FormatError
+from kareus_pp.plan import Plan
+from kareus_pp.runtime.session import Session
+from kareus_pp.runtime.topology import Topology
+from kareus_pp.schedule import Schedule
+from kareus_pp.setting import Setting
+from tests.runtime.pipeline import make_pipeline
+
+
+def striped_plan(schedule: Schedule) -> Plan:
+    """A plan in which neighbouring instructions differ."""
+    rows = tuple(
+        tuple(Setting((1410, 1200, 1005)[(stage + n) % 3]) for n in range(len(row)))
+        for stage, row in enumerate(schedule.order)
+    )
+    return Plan(schedule, rows)
+
+
+def test_observed_schedule_is_the_executed_one(tmp_path: Path) -> None:
+    schedule = build_1f1b(3, 4)
+    with make_pipeline(schedule, tmp_path, mode="observe") as pipeline:
+        for _ in range(4):
+            pipeline.step()
+        pipeline.steps_until(lambda: any(tmp_path.glob("schedule-*.json")))
+    recorded = Schedule.load(next(tmp_path.glob("schedule-*.json")))
+    assert recorded.order == schedule.order
+    assert recorded.signature == schedule.signature
+    assert all(e["plan"] == "default" for e in pipeline.events(1, "step"))
+
+
+def test_every_setting_reaches_its_instruction(tmp_path: Path) -> None:
+    schedule = build_1f1b(3, 4)
+    plan = striped_plan(schedule)
+    plan.save(tmp_path / "plan.json")
+    with make_pipeline(schedule, tmp_path, plan=str(tmp_path / "plan.json")) as pipeline:
+        pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions))
+        for _ in range(8):
+            pipeline.step()
+    for stage, order in enumerate(schedule.order):
+        applied = [e for e in pipeline.events(stage, "step") if e["phase"] == "apply"]
+        assert len(applied) >= 5
+        expected = [f"{i} {s.clock_mhz}" for i, s in zip(order, plan.settings[stage], strict=True)]
+        for event in applied:
+            assert event["instructions"] == expected
+            assert event["source"] == "emulated"
+
+
+def test_other_microbatch_count_falls_back_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule, other = build_1f1b(2, 4), build_1f1b(2, 6)
+    striped_plan(schedule).save(tmp_path / "plan.json")
+    with (
+        caplog.at_level(logging.WARNING, "kareus_pp"),
+        make_pipeline(schedule, tmp_path, plan=str(tmp_path / "plan.json")) as pipeline,
+    ):
+        pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions))
+        for _ in range(4):
+            pipeline.step()
+        for _ in range(4):
+            pipeline.step(other)
+        for _ in range(3):
+            pipeline.step()
+    assert not any(s.standing_down for s in pipeline.sessions)
+    steps = pipeline.events(0, "step")
+    assert [e["plan"] for e in steps if e["key"] == "6:"] == ["default"] * 4
+    assert steps[-1]["plan"] == "given"
+    warnings = [r.message for r in caplog.records if "6:" in r.getMessage()]
+    assert len(warnings) == 2  # one on each rank
+
+
+def test_plan_of_another_schedule_is_not_applied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    striped_plan(build_1f1b(2, 7)).save(tmp_path / "plan.json")
+    with (
+        caplog.at_level(logging.WARNING, "kareus_pp"),
+        make_pipeline(build_1f1b(2, 4), tmp_path, plan=str(tmp_path / "plan.json")) as pipeline,
+    ):
+        pipeline.steps_until(lambda: bool(caplog.records))
+        for _ in range(3):
+            pipeline.step()
+    assert len(caplog.records) == 1
+    assert "7 microbatches" in caplog.text
+    assert "default clocks" in caplog.text
+    assert all(e["plan"] == "default" for e in pipeline.events(0, "step"))
+
+
+def test_a_failing_hook_restores_default_clocks_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = build_1f1b(2, 4)
+    striped_plan(schedule).save(tmp_path / "plan.json")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the executor broke")
+
+    with (
+        caplog.at_level(logging.WARNING, "kareus_pp"),
+        make_pipeline(schedule, tmp_path, plan=str(tmp_path / "plan.json")) as pipeline,
+    ):
+        pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions))
+        pipeline.sessions[1].on_setting = broken
+        pipeline.steps_until(lambda: all(s.standing_down for s in pipeline.sessions))
+        pipeline.step()
+        requested = [s._controller.applied().mhz for s in pipeline.sessions]
+    assert requested == [0, 0]
+    assert [r for r in caplog.records if "rank 1 stands down" in r.getMessage()]
+    assert caplog.text.count("the executor broke") == 2  # once on each rank
+
+
+def test_user_exception_inside_a_step(tmp_path: Path) -> None:
+    schedule = build_1f1b(2, 4)
+    striped_plan(schedule).save(tmp_path / "plan.json")
+    with make_pipeline(schedule, tmp_path, plan=str(tmp_path / "plan.json")) as pipeline:
+        pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions))
+        for session in pipeline.sessions:
+            session.step_begin(4)
+            session.instruction_begin(*schedule.order[session.topology.stage][0][1:])
+            session.instruction_end()
+            session.step_abort()
+            assert session._controller.applied().mhz == 0
+        for _ in range(3):
+            pipeline.step()
+    assert not any(s.standing_down for s in pipeline.sessions)
+    assert pipeline.events(0, "step")[-1]["plan"] == "given"
+
+
+def test_evaluation_runs_at_default_clocks(tmp_path: Path) -> None:
+    schedule = build_1f1b(2, 4)
+    striped_plan(schedule).save(tmp_path / "plan.json")
+    with make_pipeline(schedule, tmp_path, plan=str(tmp_path / "plan.json")) as pipeline:
+        pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions))
+        pipeline.step()
+        pipeline.step()
+        for session in pipeline.sessions:
+            session.suspend("evaluation")
+            assert session._controller.applied().mhz == 0
+            session.resume()
+        pipeline.step()
+    assert pipeline.events(0, "step")[-1]["plan"] == "given"
+
+
+def test_malformed_files_end_before_training(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{")
+    for rank in (0, 1):
+        topology = Topology(rank, 2, ((0, 0), (1, 0)), rank=rank, world_size=2)
+        values = {"device": "dry-run", "output": str(tmp_path)}
+        with pytest.raises(FormatError, match=r"plan\.json"):
+            Session(parse_config({**values, "plan": str(tmp_path / "plan.json")}), topology)
+        with pytest.raises(ConfigError, match="neither 'plan' nor 'profile'"):
+            Session(parse_config({**values, "mode": "apply"}), topology)
+
+
+def test_dry_run_records_and_sets_nothing(tmp_path: Path) -> None:
+    schedule = build_schedule("1f1b", 2, 3)
+    with make_pipeline(schedule, tmp_path, device="dry-run") as pipeline:
+        pipeline.steps_until(lambda: any(tmp_path.glob("schedule-*.json")))
+    assert not any(s.standing_down for s in pipeline.sessions)
+    assert all(e["energy_j"] is None for e in pipeline.events(0, "step"))
+
+
+def test_whole_job_profiles_plans_and_applies(tmp_path: Path) -> None:
+    schedule = build_1f1b(3, 6)
+    with make_pipeline(
+        schedule,
+        tmp_path,
+        forward_s=(0.006, 0.004, 0.004),
+        profiling={"plans": 4, "iterations_per_plan": 2},
+        planner={"points": 3, "time_limit_s": 2},
+    ) as pipeline:
+        pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions), most=400)
+        for _ in range(6):
+            pipeline.step()
+    assert not any(s.standing_down for s in pipeline.sessions)
+    plan = Plan.load(next(tmp_path.glob("plan-*.json")))
+    assert plan.schedule.order == schedule.order
+    applied = [e for e in pipeline.events(2, "step") if e["phase"] == "apply"]
+    assert applied
+    assert applied[-1]["plan"] == "fastest"
