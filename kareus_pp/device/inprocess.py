@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kareus_pp.device.base import DEFAULT_CLOCK, Applied, Device, Sample
 from kareus_pp.errors import DeviceError
@@ -35,6 +36,7 @@ class InProcessController:
         self._applied = Applied(None, 0)
         self._changed_s = float("-inf")
         self._period_s: float | None = None
+        self._sampler = 0
         self._samples: deque[Sample] = deque(maxlen=_MOST_SAMPLES)
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -61,10 +63,15 @@ class InProcessController:
     def start_sampling(self, period_s: float) -> None:
         """Read the device every `period_s` seconds on a thread; a second call sets the period."""
         with self._wake:
-            sampling = self._period_s is not None
+            if self._closed:
+                return
+            idle = self._period_s is None
             self._period_s = period_s
-            if not sampling and not self._closed:
-                self._start(self._sample, "kareus-sample")
+            if idle:
+                self._sampler += 1
+                self._start(partial(self._sample, self._sampler), "kareus-sample")
+            else:
+                self._wake.notify_all()
 
     def stop_sampling(self) -> None:
         """Stop reading the device; what was read can still be drained."""
@@ -94,9 +101,9 @@ class InProcessController:
             thread.join()
         self._device.close()
 
-    def _start(self, target: object, name: str) -> None:
-        thread = threading.Thread(target=target, name=name, daemon=True)  # type: ignore[arg-type]
-        self._threads.append(thread)
+    def _start(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
         thread.start()
 
     def _dwell_left_s(self) -> float:
@@ -130,9 +137,10 @@ class InProcessController:
                 else:
                     self._apply()
 
-    def _sample(self) -> None:
+    def _sample(self, number: int) -> None:
         with self._wake:
-            while self._period_s is not None:
+            # A thread that was stopped and finds another one in its place must end.
+            while self._period_s is not None and self._sampler == number:
                 try:
                     self._samples.append(self._device.sample())
                 except DeviceError as error:

@@ -7,7 +7,8 @@ The formulas, with `f` the requested SM clock and `u` the share of the time that
 * time `t = flops / (r f_e) + bytes / b`: compute scales with the clock, memory and links do not;
 * `phi(f) = f V(f)^2`, relative to the highest clock, with a voltage `V` that is constant up to a
   knee and rises linearly above it: the dynamic power of CMOS circuits;
-* power `static + u compute phi(f_e) + (1 - u) memory`, plus leakage with temperature;
+* power `static + (u compute + (1 - u) memory) phi(f_e)`, plus leakage with temperature: the SMs
+  are clocked while memory or links limit, too;
 * waiting power `static + (waiting - static) phi(f)`: a waiting GPU spins in a kernel, at the clock
   that it holds;
 * temperature follows `T' = (ambient + R p - T) / tau`.
@@ -193,8 +194,8 @@ class GpuModel(_Part):
         """Mean power during `work` at a requested clock and the reference temperature, in watts."""
         compute_s, memory_s = self._times_s(work, mhz)
         share = compute_s / (compute_s + memory_s) if compute_s + memory_s else 0.0
-        dynamic = share * self.power.compute_w * self.phi(self.effective_mhz(mhz))
-        return self.power.static_w + dynamic + (1 - share) * self.power.memory_w
+        dynamic_w = share * self.power.compute_w + (1 - share) * self.power.memory_w
+        return self.power.static_w + dynamic_w * self.phi(self.effective_mhz(mhz))
 
     def energy_j(self, work: Work, mhz: float) -> float:
         """Energy of `work` at a requested clock and the reference temperature, in joules."""
