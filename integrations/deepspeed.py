@@ -209,12 +209,13 @@ class _EngineHooks:
         self.config = config
         self.session = session
         self._engine = engine
-        self._training = False
+        self._in_batch = self._in_step = self._training = False
         self._pauses = 0
         self._counters: list[defaultdict[int, int]] = []
         self._replaced: list[str] = []
         self._replace("_INSTRUCTION_MAP", self._instruction_map())
         self._replace("_exec_schedule", self._schedule(engine._exec_schedule))
+        self._replace("train_batch", self._batch(engine.train_batch))
         for name, reason in _PAUSES.items():
             self._replace(name, self._paused(getattr(engine, name), reason))
         self._replace("destroy", self._destroy(engine.destroy))
@@ -223,7 +224,7 @@ class _EngineHooks:
         """Give the engine back what its class says, and close the session."""
         for name in self._replaced:
             self._engine.__dict__.pop(name, None)
-        self._training = False
+        self._in_step = self._training = False
         self.session.close()
 
     def _replace(self, name: str, value: Any) -> None:
@@ -269,18 +270,51 @@ class _EngineHooks:
             for counter in self._counters:
                 counter.clear()
             self.session.step_begin(int(pipe_schedule.micro_batches))
-            self._training = True
+            self._in_step = self._training = True
             try:
                 result = execute(pipe_schedule, *args, **kwargs)
             except BaseException:
-                self.session.step_abort()
+                self._abort_step()
                 raise
             finally:
                 self._training = False
-            self.session.step_end()
+            if not self._in_batch:
+                self._end_step()
             return result
 
         return exec_schedule
+
+    def _batch(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+        """Has the step last until the loss is with every stage: the iteration, on all of them.
+
+        Late stages have their last backward done early; they wait for that loss, and their GPUs
+        draw power while they do.
+        """
+
+        @functools.wraps(execute)
+        def train_batch(*args: Any, **kwargs: Any) -> Any:
+            self._in_batch = True
+            try:
+                result = execute(*args, **kwargs)
+            except BaseException:
+                self._abort_step()
+                raise
+            finally:
+                self._in_batch = False
+            self._end_step()
+            return result
+
+        return train_batch
+
+    def _end_step(self) -> None:
+        if self._in_step:
+            self._in_step = False
+            self.session.step_end()
+
+    def _abort_step(self) -> None:
+        if self._in_step:
+            self._in_step = False
+            self.session.step_abort()
 
     def _paused(self, execute: Callable[..., Any], reason: str) -> Callable[..., Any]:
         @functools.wraps(execute)
