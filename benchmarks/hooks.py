@@ -1,0 +1,99 @@
+"""What the hooks add to an instruction, in place, in the frameworks' own execution loops.
+
+Every framework executes its own schedule with instructions that do nothing, with and without the
+hooks in turns; the rest of the loop cancels out. The session is real and applies a plan that
+changes clocks at every instruction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+MEASUREMENTS = ["benchmarks.hooks_deepspeed:measure"]
+"""One function for each framework, as `module:function`; each yields rows."""
+LIMIT_US = 5.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule of one framework.
+
+    Attributes:
+        framework: Name and version.
+        schedule: Name of the schedule.
+        added_us_median: Time that the hooks add to one instruction, in microseconds.
+        stream_equal: Whether the recorded stream is the framework's own order on every stage.
+    """
+
+    framework: str
+    schedule: str
+    added_us_median: float
+    stream_equal: bool
+
+
+def added_us(
+    bare: Callable[[], None], hooked: Callable[[], None], instructions: int, repeats: int = 200
+) -> float:
+    """Median over `repeats` of the time that `hooked` takes longer than `bare`, per instruction.
+
+    Args:
+        bare: Executes one step without hooks.
+        hooked: Executes the same step with hooks.
+        instructions: Hooked instructions of a step.
+        repeats: Pairs of steps; the two of a pair follow each other.
+    """
+
+    def time_s(step: Callable[[], None]) -> float:
+        begin = time.perf_counter()
+        step()
+        return time.perf_counter() - begin
+
+    for _ in range(10):
+        bare(), hooked()
+    pairs = [(time_s(bare), time_s(hooked)) for _ in range(repeats)]
+    return statistics.median(b - a for a, b in pairs) / instructions * 1e6
+
+
+def measure_all(names: Iterable[str]) -> list[Row]:
+    """Rows of all frameworks that are installed; the others are named on stderr."""
+    rows: list[Row] = []
+    for name in names:
+        module, function = name.split(":")
+        try:
+            rows += getattr(importlib.import_module(module), function)()
+        except ModuleNotFoundError as error:
+            print(f"{name} is left out: {error.name} is not installed", file=sys.stderr)
+    return rows
+
+
+def main() -> None:
+    """Print the rows; exit status 1 where a stream differs or a median is above the limit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    as_json = parser.parse_args().json
+    rows = measure_all(MEASUREMENTS)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    else:
+        table = Table("framework", "schedule", "added us (median)", "stream equal")
+        for row in rows:
+            table.add_row(
+                row.framework, row.schedule, f"{row.added_us_median:.2f}", str(row.stream_equal)
+            )
+        Console().print(table)
+    sys.exit(any(not r.stream_equal or r.added_us_median > LIMIT_US for r in rows))
+
+
+if __name__ == "__main__":
+    main()
