@@ -34,7 +34,8 @@ class TorchStore:
         """The value of a key; None where it is not set."""
         if not self._store.check([key]):
             return None
-        return self._store.get(key).decode()
+        value: str = self._store.get(key).decode()
+        return value
 
     def delete(self, key: str) -> None:
         """Forget a key; nothing happens where it is not set."""
