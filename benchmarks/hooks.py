@@ -8,6 +8,7 @@ changes clocks at every instruction.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -71,7 +72,9 @@ def measure_all(names: Iterable[str]) -> list[Row]:
     for name in names:
         module, function = name.split(":")
         try:
-            rows += getattr(importlib.import_module(module), function)()
+            # Frameworks print; stdout belongs to the rows.
+            with contextlib.redirect_stdout(sys.stderr):
+                rows += getattr(importlib.import_module(module), function)()
         except ModuleNotFoundError as error:
             print(f"{name} is left out: {error.name} is not installed", file=sys.stderr)
     return rows

@@ -26,11 +26,17 @@ def measure() -> Iterator[Row]:
     from deepspeed.runtime.pipe import schedule
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    engine = _idle_engine(deepspeed)
-    kinds = [("1f1b", schedule.TrainSchedule)]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ.update(place, MASTER_ADDR="localhost", MASTER_PORT=port)
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    kinds = [("1f1b", schedule.TrainSchedule, deepspeed.PipelineModule)]
     if hasattr(schedule, "DualPipeVSchedule"):
-        kinds.append(("dualpipev", schedule.DualPipeVSchedule))
-    for name, kind in kinds:
+        kinds.append(("dualpipev", schedule.DualPipeVSchedule, deepspeed.DualPipeVModule))
+    for name, kind, module in kinds:
+        engine = _idle_engine(deepspeed, module)
         yield Row(
             framework=f"deepspeed {deepspeed.__version__}",
             schedule=name,
@@ -43,23 +49,17 @@ def measure() -> Iterator[Row]:
         )
 
 
-def _idle_engine(deepspeed: Any) -> Any:
+def _idle_engine(deepspeed: Any, module_class: Any) -> Any:
     """A real engine of one stage whose instructions do nothing."""
     import torch
-    from deepspeed.pipe import PipelineModule
-    from deepspeed.runtime.pipe import engine as engine_module
     from deepspeed.runtime.pipe import schedule
 
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    os.environ.update(place, MASTER_ADDR="localhost", MASTER_PORT=port)
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    module = PipelineModule([torch.nn.Linear(2, 2)], num_stages=1, loss_fn=torch.nn.MSELoss())
+    layers = [torch.nn.Linear(2, 2) for _ in range(2)]
+    module = module_class(layers, num_stages=1, loss_fn=torch.nn.MSELoss())
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": MICROBATCHES,
+        "kareus": {"enabled": False},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}},
     }
     engine, _, _, _ = deepspeed.initialize(
@@ -72,9 +72,7 @@ def _idle_engine(deepspeed: Any) -> Any:
     commands = [c for c in vars(schedule).values() if isinstance(c, type)]
     commands = [c for c in commands if issubclass(c, schedule.PipeInstruction)]
     idle = dict.fromkeys(commands, nothing)
-    engine.__class__ = type(
-        "IdleEngine", (engine_module.PipelineEngine,), {"_INSTRUCTION_MAP": idle}
-    )
+    engine.__class__ = type("IdleEngine", (type(engine),), {"_INSTRUCTION_MAP": idle})
     return engine
 
 
@@ -102,12 +100,15 @@ def _added_us(engine: Any, schedule: Any, name: str) -> float:
             engine._INSTRUCTION_MAP = hooked_map
             engine._exec_schedule(schedule)
 
+        applied: list[Instruction] = []
+        session.on_setting = lambda instruction, _: applied.append(instruction)
         deadline_s = time.monotonic() + 30.0
-        while session.phase != "apply" and time.monotonic() < deadline_s:
+        while not applied and time.monotonic() < deadline_s:
             hooked()
-            time.sleep(0.05)
-        if session.phase != "apply":
+            time.sleep(0.001)
+        if not applied:
             raise RuntimeError(f"the plan was not applied: {session.standing_down or 'no reason'}")
+        session.on_setting = None
         try:
             return added_us(bare, hooked, len(order))
         finally:

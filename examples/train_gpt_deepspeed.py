@@ -43,7 +43,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.n_heads = heads
         self.norm_attention = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        parts = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, -1)
+        parts = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.n_heads, -1)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, width))

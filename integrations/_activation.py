@@ -61,7 +61,7 @@ def rank_logger(rank: int) -> logging.Logger:
     logger = logging.getLogger("kareus_pp")
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter(f"[kareus-pp] [rank {rank}] %(message)s"))
+        handler.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     return logger

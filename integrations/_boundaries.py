@@ -20,6 +20,6 @@ def stream_boundaries(
         return None
 
     def new_event() -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True)
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     return lambda on_error: StreamBoundaries(new_event, on_error)

@@ -65,7 +65,7 @@ def _call(callback: Callback, module: ModuleType) -> None:
         callback(module)
     except Exception as error:
         logging.getLogger("kareus_pp").warning(
-            "cannot hook %s (%s: %s); training goes on without kareus-pp",
+            "kareus-pp: cannot hook %s (%s: %s); training goes on without it",
             module.__name__,
             type(error).__name__,
             error,

@@ -7,12 +7,14 @@ import itertools
 import os
 
 import torch.distributed as dist
+from torch.distributed import Store as ProcessStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kareus_pp.runtime.store import LocalStore, Store
 
 _TIMEOUT = datetime.timedelta(seconds=30)
 _numbers = itertools.count()
-_served: list[dist.TCPStore] = []
+_served: list[TCPStore] = []
 """Stores that this process serves, kept to its end: other ranks may still have to connect."""
 
 
@@ -23,7 +25,7 @@ class TorchStore:
     process group that is being made on the training thread.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: ProcessStore) -> None:
         self._store = store
 
     def set(self, key: str, value: str) -> None:
@@ -34,8 +36,12 @@ class TorchStore:
         """The value of a key; None where it is not set."""
         if not self._store.check([key]):
             return None
+<<<<<<< HEAD
         value: str = self._store.get(key).decode()
         return value
+=======
+        return str(self._store.get(key), "utf-8")
+>>>>>>> deepspeed
 
     def delete(self, key: str) -> None:
         """Forget a key; nothing happens where it is not set."""
@@ -57,12 +63,10 @@ def open_store(rank: int, world_size: int) -> Store:
     key = f"kareus-pp/store/{next(_numbers)}"
     if rank == 0:
         host = os.environ.get("MASTER_ADDR", "localhost")
-        served = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+        served = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
         _served.append(served)
         default.set(key, f"{host} {served.port}")
         return TorchStore(served)
     default.wait([key], _TIMEOUT)
     host, port = default.get(key).decode().rsplit(" ", 1)
-    return TorchStore(
-        dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
-    )
+    return TorchStore(TCPStore(host, int(port), False, wait_for_workers=False, timeout=_TIMEOUT))

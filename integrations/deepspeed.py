@@ -25,12 +25,14 @@ from kareus_pp.integrations._activation import effective_config, rank_logger, st
 from kareus_pp.integrations._boundaries import stream_boundaries
 from kareus_pp.integrations._import_hook import on_import
 from kareus_pp.integrations._store import open_store
+from kareus_pp.integrations._work import count_forward, instruction_works
 
 from kareus_pp.config import KareusConfig, load_config, parse_config
 from kareus_pp.errors import DeviceError, KareusError
 from kareus_pp.runtime.session import Session
 from kareus_pp.runtime.topology import Topology
-from kareus_pp.schedule import Kind, looped_model_order
+from kareus_pp.schedule import InstructionClass, Kind, looped_model_order
+from kareus_pp.simulate.gpu_model import Work
 
 ENGINE_MODULE = "deepspeed.runtime.pipe.engine"
 _HOOKS = "_kareus_hooks"
@@ -76,7 +78,7 @@ def attach(engine: Any, config: Config = None) -> Session | None:
     session = Session(
         wanted,
         topology,
-        work=None,
+        work=_works(engine, wanted) if wanted.device == "emulated" else None,
         fingerprint=fingerprint_of(engine),
         store=open_store(topology.rank, topology.world_size),
         logger=rank_logger(topology.rank),
@@ -115,12 +117,12 @@ def _attach_new(engine: Any) -> None:
     try:
         attach(engine)
     except DeviceError as error:
-        rank_logger(rank).warning("%s; training goes on without kareus-pp", error)
+        rank_logger(rank).warning("kareus-pp: %s; training goes on without it", error)
     except KareusError as error:
         stop_for_user(error, rank)
     except Exception as error:
         rank_logger(rank).warning(
-            "cannot attach (%s: %s); training goes on without kareus-pp",
+            "kareus-pp: cannot attach (%s: %s); training goes on without it",
             type(error).__name__,
             error,
         )
@@ -159,6 +161,27 @@ def _model_order(engine: Any) -> tuple[tuple[int, int], ...]:
     if not hasattr(engine.module, "phase_bounds"):
         return there
     return there + tuple((stage, 1) for stage, _ in reversed(there))
+
+
+def _works(engine: Any, config: KareusConfig) -> dict[InstructionClass, Work]:
+    """The work of a stage, counted from its modules; for the emulated device only."""
+    module = engine.module
+    length = config.emulated.sequence_length
+    phases = getattr(module, "phase_funcs", None)
+    works: dict[InstructionClass, Work] = {}
+    for chunk, layers in enumerate([[module]] if phases is None else phases):
+        forward = count_forward(
+            [layer for layer in layers if isinstance(layer, torch.nn.Module)],
+            tokens=int(engine.train_micro_batch_size_per_gpu()) * length,
+            sequence_length=length,
+        )
+        works |= instruction_works(
+            int(engine.stage_id),
+            forward,
+            chunk=chunk,
+            recompute=module.activation_checkpoint_interval > 0,
+        )
+    return works
 
 
 def fingerprint_of(engine: Any) -> dict[str, str]:

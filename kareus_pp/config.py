@@ -82,6 +82,9 @@ class EmulatedConfig(_Section):
     work_scale: PositiveFloat = Field(
         1.0, description="factor on the work that is counted from the stage's modules"
     )
+    sequence_length: PositiveInt = Field(
+        1024, description="tokens of a sample, where the framework does not tell"
+    )
     time_factors: tuple[PositiveFloat, ...] = Field(
         (), description="hidden factor on each stage's true time"
     )

@@ -70,8 +70,8 @@ def test_a_hook_that_fails_is_told_once_and_the_import_succeeds(
         module = importlib.import_module(f"{package}.engine")
     assert module.Engine is not None
     assert [r.getMessage() for r in caplog.records] == [
-        f"cannot hook {package}.engine (AttributeError: no PipelineEngine); "
-        f"training goes on without kareus-pp"
+        f"kareus-pp: cannot hook {package}.engine (AttributeError: no PipelineEngine); "
+        f"training goes on without it"
     ]
 
 
