@@ -17,6 +17,7 @@ from kareus_pp.errors import KareusError
 from kareus_pp.measure.runs import IterationRecord, PlanRun, Runs
 from kareus_pp.plan import Plan, Settings
 from kareus_pp.profile import Profile, Source
+from kareus_pp.runtime._runs_io import save_runs
 from kareus_pp.runtime.drift import DriftWatch
 from kareus_pp.runtime.events import EventLog
 from kareus_pp.runtime.gathering import Gathered, gather_records, gather_schedule
@@ -221,7 +222,7 @@ class Leader:
     def _request_design(self) -> None:
         assert self._runs is not None
         path = self._config.output / "runs.json"
-        self._runs.save(path)
+        save_runs(self._runs, path)
         self._solver.submit(
             "design", runs=str(path), profiling=self._config.profiling.model_dump(mode="json")
         )

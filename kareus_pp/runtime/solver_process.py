@@ -7,14 +7,15 @@ import json
 import os
 import select
 import sys
+from pathlib import Path
 from typing import Any
 
 from kareus_pp.config import PlannerConfig, ProfilingConfig
 from kareus_pp.errors import KareusError
 from kareus_pp.measure import ExperimentDesign, learn
-from kareus_pp.measure.runs import Runs
 from kareus_pp.planner import PlannerOptions, frontier, plan
 from kareus_pp.profile import Profile
+from kareus_pp.runtime._runs_io import load_runs
 from kareus_pp.schedule import Schedule
 from kareus_pp.target import parse_target
 
@@ -29,7 +30,7 @@ class _Solver:
 
     def design(self, runs: str, profiling: dict[str, Any]) -> dict[str, Any]:
         """The next frequency plan to try, as text; None when enough is known."""
-        recorded = Runs.load(runs)
+        recorded = load_runs(Path(runs))
         if self._design is None:
             self._design = ExperimentDesign(
                 recorded.schedule,
@@ -44,7 +45,7 @@ class _Solver:
 
     def learn(self, runs: str, profile: str) -> dict[str, Any]:
         """Learn a profile from runs and write it."""
-        learned = learn(Runs.load(runs))
+        learned = learn(load_runs(Path(runs)))
         learned.profile.save(profile)
         return {
             "supports_planning": learned.report.supports_planning,
