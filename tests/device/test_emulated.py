@@ -176,6 +176,23 @@ def test_temperature_approaches_its_steady_state() -> None:
     assert sample.power_w < MODEL.waiting_power_w(MODEL.top_mhz), "a cool GPU leaks less"
 
 
+def test_energy_follows_the_temperature_as_small_steps_say() -> None:
+    """The closed form against Euler steps, where leakage is strong and the GPU warms up fast."""
+    thermal = MODEL.thermal.model_copy(update={"leakage_w_per_c": 3.0, "time_constant_s": 0.5})
+    model = MODEL.model_copy(update={"thermal": thermal})
+    device = EmulatedDevice(model, {FORWARD: 100 * WORK}, 0, None, VirtualTime())
+    seconds = execute(device)
+    temperature_c, energy_j, steps = thermal.reference_c, 0.0, 20_000
+    for _ in range(steps):
+        leakage_w = thermal.leakage_w_per_c * (temperature_c - thermal.reference_c)
+        power_w = model.power_w(100 * WORK, 1410) + leakage_w
+        energy_j += power_w * seconds / steps
+        towards_c = thermal.ambient_c + thermal.resistance_c_per_w * power_w
+        temperature_c += (towards_c - temperature_c) / thermal.time_constant_s * seconds / steps
+    assert device.account.busy_j == pytest.approx(energy_j, rel=1e-4)
+    assert device.sample().temperature_c == pytest.approx(temperature_c, rel=1e-4)
+
+
 def test_instructions_of_unknown_classes_are_not_paced() -> None:
     device = emulated()
     assert execute(device, InstructionClass(0, Kind.OPTIMIZER)) == 0.0
