@@ -9,6 +9,8 @@ from typing import Protocol
 from kareus_pp.profile import Source
 from kareus_pp.schedule import InstructionClass
 
+POWER_CAP = "power cap"
+"""In `Sample.throttled`: the power limit holds the clock down."""
 DEFAULT_CLOCK = 0
 """In a clock request: default clocks, no lock."""
 

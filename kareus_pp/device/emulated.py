@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kareus_pp.config import EmulatedConfig
-from kareus_pp.device.base import DEFAULT_CLOCK, DeviceIdentity, Sample
+from kareus_pp.device.base import DEFAULT_CLOCK, POWER_CAP, DeviceIdentity, Sample
 from kareus_pp.device.timesource import TimeSource, WallTime
 from kareus_pp.errors import DeviceError
 from kareus_pp.profile import Source
@@ -193,7 +193,7 @@ class EmulatedDevice:
                 power_w=self._power_w(busy),
                 clock_mhz=round(held),
                 temperature_c=self._temperature_c,
-                throttled=("sw_power_cap",) if throttled else (),
+                throttled=(POWER_CAP,) if throttled else (),
                 requested_mhz=self._requested_mhz,
             )
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.integrate import trapezoid
 
-from kareus_pp.device.base import DEFAULT_CLOCK, Sample
+from kareus_pp.device.base import DEFAULT_CLOCK, POWER_CAP, Sample
 
 MIN_TICKS = 3
 """A window must hold at least this many counter ticks."""
@@ -62,16 +62,26 @@ def energy_between(
     return None if isinstance(reading, str) else reading
 
 
-def read_window(samples: Sequence[Sample], start_s: float, end_s: float) -> WindowReading:
-    """Energy, temperature and grounds for rejection of one window, as of one iteration."""
+def read_window(
+    samples: Sequence[Sample], start_s: float, end_s: float, top_mhz: int | None = None
+) -> WindowReading:
+    """Energy, temperature and grounds for rejection of one window, as of one iteration.
+
+    Args:
+        samples: Readings that reach beyond both ends.
+        start_s: Begin of the window, on the scale of `time.monotonic()`.
+        end_s: End of the window.
+        top_mhz: Highest supported clock. To ask for it, or for default clocks, means as fast as the
+            power limit lets the GPU run: there the limit is no ground for rejection.
+    """
     inside = [sample for sample in samples if start_s <= sample.at_s <= end_s]
     heat = [sample.temperature_c for sample in inside if sample.temperature_c is not None]
     temperature = float(np.mean(heat)) if heat else None
     reading = _energy(samples, start_s, end_s)
     energy, energy_sd = (None, None) if isinstance(reading, str) else reading
     reason = (
-        _throttled(inside)
-        or _not_held(samples, start_s, end_s)
+        _throttled(inside, top_mhz)
+        or _not_held(samples, start_s, end_s, top_mhz)
         or (reading if isinstance(reading, str) else "")
     )
     return WindowReading(energy, energy_sd, temperature, reason)
@@ -178,12 +188,19 @@ def _power_energy(
     return energy, spread * math.sqrt(period * (end_s - start_s))
 
 
-def _throttled(inside: Sequence[Sample]) -> str:
-    reasons = sorted({reason for sample in inside for reason in sample.throttled})
+def _throttled(inside: Sequence[Sample], top_mhz: int | None) -> str:
+    reasons = sorted(
+        {
+            reason
+            for sample in inside
+            for reason in sample.throttled
+            if reason != POWER_CAP or sample.requested_mhz not in (DEFAULT_CLOCK, top_mhz)
+        }
+    )
     return f"throttled: {', '.join(reasons)}" if reasons else ""
 
 
-def _not_held(samples: Sequence[Sample], start_s: float, end_s: float) -> str:
+def _not_held(samples: Sequence[Sample], start_s: float, end_s: float, top_mhz: int | None) -> str:
     """A clock that was requested a while ago and is not there."""
     changed_s = -math.inf
     checked = missed = 0
@@ -194,7 +211,7 @@ def _not_held(samples: Sequence[Sample], start_s: float, end_s: float) -> str:
         wanted, actual = sample.requested_mhz, sample.clock_mhz
         if not start_s <= sample.at_s <= end_s or sample.at_s - changed_s < SETTLE_S:
             continue
-        if wanted is None or actual is None or wanted == DEFAULT_CLOCK:
+        if wanted is None or actual is None or wanted in (DEFAULT_CLOCK, top_mhz):
             continue
         checked += 1
         if abs(actual - wanted) > CLOCK_TOLERANCE * wanted:

@@ -10,13 +10,13 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
+from statistics import median
 
 from kareus_pp.config import KareusConfig
-from kareus_pp.device.base import DEFAULT_CLOCK, Sample
+from kareus_pp.device.base import DEFAULT_CLOCK, POWER_CAP, Sample
 from kareus_pp.device.select import Opened
-from kareus_pp.measure import read_window
+from kareus_pp.measure import WindowReading, read_window
 from kareus_pp.runtime.events import EventLog
 from kareus_pp.runtime.leader import Leader
 from kareus_pp.runtime.messages import (
@@ -40,7 +40,10 @@ _IDLE_POLL_S = 0.5
 _SAMPLES_KEPT_S = 300.0
 # The counter of a GPU moves every 100 ms: wait for its next tick before a step's energy is taken.
 _TICK_WAIT_S = 0.25
+_WINDOW_S = 1.0
 _VERIFIED_STEPS = 20
+# Fewer power-capped readings than this share of those under load are no ceiling.
+_CAPPED_SHARE = 0.1
 
 
 class Coordinator:
@@ -83,7 +86,8 @@ class Coordinator:
         self._observed: dict[str, list[StepTracker]] = {}
         self._streams: dict[str, tuple[Instruction, ...]] = {}
         self._warned: set[str] = set()
-        self._waiting: deque[StepTracker] = deque()
+        self._waiting: list[StepTracker] = []
+        self._top_mhz = max(self._facts.clocks_mhz, default=None)
         self._samples: list[Sample] = []
         self._sampling = False
         self._applied_steps = 0
@@ -167,6 +171,9 @@ class Coordinator:
             return
         if isinstance(item, StepTracker):
             self._waiting.append(item)
+            if item.row is None and not self.down:
+                self._samples.extend(self._controller.drain())
+                self._observe(item)
         elif isinstance(item, str):
             self._tell_down()
 
@@ -180,19 +187,46 @@ class Coordinator:
         """Add energy to finished steps as soon as the samples reach far enough."""
         self._samples.extend(self._controller.drain())
         now = time.monotonic()
-        while self._waiting:
-            step = self._waiting[0]
-            if self._sampling and not all_now and now < step.ended_s + _TICK_WAIT_S:
-                break
-            self._waiting.popleft()
-            self._settle(step)
+        while (window := self._next_window(now, all_now)) is not None:
+            start_s, end_s = window[0].started_s, window[-1].ended_s
+            reading = read_window(self._samples, start_s, end_s, self._top_mhz)
+            self._waiting = self._waiting[len(window) :]
+            for step in window:
+                length_s = step.ended_s - step.started_s
+                self._settle(step, reading, length_s / max(end_s - start_s, 1e-9))
         oldest = (self._waiting[0].started_s if self._waiting else now) - 1.0
         if self._samples and self._samples[0].at_s < now - _SAMPLES_KEPT_S:
             self._samples = [sample for sample in self._samples if sample.at_s >= oldest]
 
-    def _settle(self, step: StepTracker) -> None:
-        """All is known of a step: write the event, report, observe."""
-        reading = read_window(self._samples, step.started_s, step.ended_s)
+    def _next_window(self, now_s: float, all_now: bool) -> list[StepTracker] | None:
+        """The next steps whose energy is read as one; None while samples must still come.
+
+        The counter moves every 100 ms: steps shorter than a second share one reading.
+        """
+        if not self._waiting:
+            return None
+        if not self._sampling:
+            return self._waiting[:1]
+        window: list[StepTracker] = []
+        for step in self._waiting:
+            if window and step.row is not window[0].row:
+                break
+            window.append(step)
+            if step.ended_s - window[0].started_s >= _WINDOW_S:
+                break
+        else:
+            if not all_now:
+                return None
+        return window if all_now or now_s >= window[-1].ended_s + _TICK_WAIT_S else None
+
+    def _settle(self, step: StepTracker, reading: WindowReading, share: float) -> None:
+        """All is known of a step: write the event, report, observe.
+
+        Args:
+            step: The step.
+            reading: What was read over the window that the step is part of.
+            share: The step's share of that window.
+        """
         assignment = step.row.assignment if step.row is not None else None
         record = Record(
             rank=self._topology.rank,
@@ -200,10 +234,10 @@ class Coordinator:
             assignment=assignment.number if assignment is not None else -1,
             window_s=step.ended_s - step.started_s,
             duration_s=step.durations_s,
-            energy_j=reading.energy_j,
-            energy_sd_j=reading.energy_sd_j,
+            energy_j=_share(reading.energy_j, share),
+            energy_sd_j=_share(reading.energy_sd_j, share),
             temperature_c=reading.temperature_c,
-            rejected=step.mismatch or reading.rejected,
+            rejected=step.mismatch or (reading.rejected if self._sampling else ""),
         )
         switches = step.switches_total - self._switches
         self._switches = step.switches_total
@@ -214,11 +248,11 @@ class Coordinator:
                 f"the executed instructions do not match the plan ({step.mismatch}); default "
                 f"clocks for the rest of such steps",
             )
-        if assignment is None:
-            if any(row.assignment.phase == APPLY for row in self._rows) and not self.down:
-                self._warn_once(step.key, "there is no plan for them; default clocks")
-            self._observe(step)
-        elif assignment.report_every and step.number % assignment.report_every == 0:
+        if (
+            assignment is not None
+            and assignment.report_every
+            and step.number % assignment.report_every == 0
+        ):
             self._store.set(f"record/{record.rank}/{record.step}", encode(record))
         if assignment is not None and assignment.phase == APPLY:
             self._applied_steps += 1
@@ -255,6 +289,8 @@ class Coordinator:
 
     def _observe(self, step: StepTracker) -> None:
         """Publish the stream of a key once it was the same in enough steps."""
+        if any(row.assignment.phase == APPLY for row in self._rows):
+            self._warn_once(step.key, "there is no plan for them; default clocks")
         if step.key in self._streams:
             return
         seen = self._observed.setdefault(step.key, [])
@@ -275,6 +311,7 @@ class Coordinator:
             instructions=" ".join(map(str, step.instructions(stage))),
             communicating=" ".join(map(str, step.communicating(stage))),
             clocks_mhz=self._facts.clocks_mhz,
+            ceiling_mhz=self._ceiling_mhz(),
             device=self._facts.name,
             source=self._facts.source.value,
             scope=self._facts.scope,
@@ -283,6 +320,17 @@ class Coordinator:
         self._store.set(f"stream/{step.key}/{stream.rank}", encode(stream))
         if self._leader is not None:
             self._leader.observed(step.key)
+
+    def _ceiling_mhz(self) -> int | None:
+        """The clock that the power limit left at default clocks; None where it did not limit."""
+        capped = [
+            sample.clock_mhz
+            for sample in self._samples
+            if POWER_CAP in sample.throttled and sample.clock_mhz is not None
+        ]
+        if len(capped) < max(1, _CAPPED_SHARE * len(self._samples)):
+            return None
+        return int(median(capped))
 
     def _follow(self) -> None:
         """Take up new assignments."""
@@ -342,3 +390,7 @@ class Coordinator:
         if key not in self._warned:
             self._warned.add(key)
             self._log.warning("kareus-pp: steps of %s: %s", key, text)
+
+
+def _share(value: float | None, share: float) -> float | None:
+    return None if value is None else value * share

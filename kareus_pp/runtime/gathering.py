@@ -72,14 +72,24 @@ def gather_schedule(store: Store, topology: Topology, key: str) -> Gathered | No
         communicating=frozenset(i for row in rows for i in _parse(row.communicating)),
     )
     validate_schedule(schedule)
-    common = set(streams[0].clocks_mhz).intersection(*(s.clocks_mhz for s in streams[1:]))
     return Gathered(
         schedule=schedule,
-        clocks_mhz=tuple(sorted(common)),
+        clocks_mhz=_usable_clocks(streams),
         device=", ".join(sorted({stream.device for stream in streams})),
         source=Source(streams[0].source),
         scope=streams[0].scope,
     )
+
+
+def _usable_clocks(streams: list[Stream]) -> tuple[int, ...]:
+    """Clocks that every device supports and can hold under load, and the highest one.
+
+    The highest one stands for default clocks: as fast as the power limit lets the GPU run.
+    """
+    common = set(streams[0].clocks_mhz).intersection(*(s.clocks_mhz for s in streams[1:]))
+    top = max(common, default=0)
+    ceiling = min((s.ceiling_mhz for s in streams if s.ceiling_mhz is not None), default=top)
+    return tuple(mhz for mhz in sorted(common) if mhz <= ceiling or mhz == top)
 
 
 def gather_records(

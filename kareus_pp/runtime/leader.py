@@ -271,21 +271,19 @@ class Leader:
         self._request_design()
 
     def _new_records(self) -> list[IterationRecord]:
-        """The iterations that all ranks have reported since the last call, in order."""
-        gathered = self._schedules[self._key]
+        """The iterations that all ranks have reported since the last call, in order.
+
+        A rank that took an assignment up late has not reported its first steps: they are passed
+        over as soon as a later step is complete.
+        """
+        schedule = self._schedules[self._key].schedule
+        assignment = self._assignments[-1]
         found = []
-        while self._read_step <= self._step:
-            record = gather_records(
-                self._store,
-                self._topology,
-                self._read_step,
-                self._assignments[-1],
-                gathered.schedule,
-            )
-            if record is None:
-                break
-            found.append(record)
-            self._read_step += self._assignments[-1].report_every
+        for step in range(self._read_step, self._step + 1, assignment.report_every):
+            record = gather_records(self._store, self._topology, step, assignment, schedule)
+            if record is not None:
+                found.append(record)
+                self._read_step = step + assignment.report_every
         return found
 
     def _await_profile(self) -> None:

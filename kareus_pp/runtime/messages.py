@@ -24,6 +24,8 @@ class Stream:
         instructions: Text forms in execution order, separated by spaces.
         communicating: Text forms of those during which gradients or parameters were communicated.
         clocks_mhz: Supported clocks of its device.
+        ceiling_mhz: Clock that its power limit left under load at default clocks; None where it
+            was not limited. Clocks between it and the highest one cannot be held.
         device: Name of its device.
         source: Source of its energy readings.
         scope: Scope of its energy readings.
@@ -34,6 +36,7 @@ class Stream:
     instructions: str
     communicating: str
     clocks_mhz: tuple[int, ...]
+    ceiling_mhz: int | None
     device: str
     source: str
     scope: str

@@ -115,7 +115,7 @@ def test_throttling_shows_while_computing_only() -> None:
     assert device.sample().clock_mhz == 1410
     device.begin_instruction(FORWARD)
     busy = device.sample()
-    assert busy.throttled == ("sw_power_cap",)
+    assert busy.throttled == ("power cap",)
     assert busy.clock_mhz == round(MODEL.effective_mhz(1410))
     assert busy.power_w == pytest.approx(MODEL.power_w(WORK, 1410))
     device.end_instruction()
