@@ -143,6 +143,14 @@ def train(output: Path, values: dict[str, Any], steps: int, title: str) -> None:
     if done.returncode:
         tail = "".join((output / "train.log").read_text().splitlines(keepends=True)[-15:])
         raise DemoError(f"the job failed; the end of {output / 'train.log'}:\n{tail}")
+    absent = [rank for rank in range(STAGES) if not events_file(output, rank).is_file()]
+    if absent:
+        raise DemoError(f"ranks {absent} wrote no events; see {output / 'train.log'}")
+
+
+def events_file(job: Path, rank: int) -> Path:
+    """The event log of a rank."""
+    return job / f"events-rank{rank}.jsonl"
 
 
 def free_port() -> int:
@@ -196,7 +204,7 @@ class Measured:
 
 def measure(job: Path, phase: str, steps: int) -> Measured:
     """What the ranks of a job recorded in the last `steps` steps of a phase."""
-    ranks = [read_events(job / f"events-rank{rank}.jsonl") for rank in range(STAGES)]
+    ranks = [read_events(events_file(job, rank)) for rank in range(STAGES)]
     by_step: dict[int, list[dict[str, Any]]] = {}
     for events in ranks:
         for event in events:
@@ -223,7 +231,7 @@ def overruns(jobs: tuple[Path, ...]) -> tuple[int, int]:
         event
         for job in jobs
         for rank in range(STAGES)
-        for event in read_events(job / f"events-rank{rank}.jsonl")
+        for event in read_events(events_file(job, rank))
         if event["event"] == "end"
     ]
     return sum(e["overruns"] for e in ends), sum(e["paced_instructions"] for e in ends)

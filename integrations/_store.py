@@ -36,12 +36,7 @@ class TorchStore:
         """The value of a key; None where it is not set."""
         if not self._store.check([key]):
             return None
-<<<<<<< HEAD
-        value: str = self._store.get(key).decode()
-        return value
-=======
         return str(self._store.get(key), "utf-8")
->>>>>>> deepspeed
 
     def delete(self, key: str) -> None:
         """Forget a key; nothing happens where it is not set."""
