@@ -19,6 +19,10 @@ $(VENV)/.ready: pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet --no-deps "$(MEGATRON)"
 	touch $@
 
+# One training job three times on emulated GPUs; ends with a table and runs/demo/summary.json.
+demo: env
+	$(BIN)/python examples/demo.py
+
 lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

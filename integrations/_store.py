@@ -64,4 +64,6 @@ def open_store(rank: int, world_size: int) -> Store:
         return TorchStore(served)
     default.wait([key], _TIMEOUT)
     host, port = default.get(key).decode().rsplit(" ", 1)
-    return TorchStore(TCPStore(host, int(port), False, wait_for_workers=False, timeout=_TIMEOUT))
+    return TorchStore(
+        TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
+    )
