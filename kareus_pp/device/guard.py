@@ -62,7 +62,7 @@ class GuardController:
         self._last = DEFAULT_CLOCK
         self._sequence = 0
         self._tail = 0
-        self._error = ""
+        self._failure: DeviceError | None = None
         self._closed = False
         self._heard_ns = time.monotonic_ns()
         self._guard_handle: int | None = None
@@ -98,11 +98,17 @@ class GuardController:
         An error is final: the clock is at default, or will be as soon as the GPU answers.
         """
         words = self._words
-        if not self._error:
-            self._error = self._look_for_error()
+        failure = self.failure
         request = words[ch.APPLIED]
-        mhz = DEFAULT_CLOCK if self._error else ch.mhz_of(request) if request else None
-        return Applied(mhz, words[ch.SWITCHES], self._error)
+        mhz = DEFAULT_CLOCK if failure else ch.mhz_of(request) if request else None
+        return Applied(mhz, words[ch.SWITCHES], str(failure) if failure else "")
+
+    @property
+    def failure(self) -> DeviceError | None:
+        """Why the guard serves no more; None while it does."""
+        if self._failure is None:
+            self._failure = self._look_for_failure()
+        return self._failure
 
     def start_sampling(self, period_s: float) -> None:
         """The guard reads the device every `period_s` seconds from now on."""
@@ -172,17 +178,17 @@ class GuardController:
         if words[ch.STATE] == ch.CLOSED:
             raise decode(self._channel.read_error())
 
-    def _look_for_error(self) -> str:
+    def _look_for_failure(self) -> DeviceError | None:
         if text := self._channel.read_error():
-            return str(decode(text))
+            return decode(text)
         now_ns = time.monotonic_ns()
         if now_ns - max(self._words[ch.HEARTBEAT_NS], self._heard_ns) < _SILENT_NS or self._closed:
-            return ""
+            return None
         if not self._guard_is_dead():  # busy in the driver: look again later
             self._heard_ns = now_ns
-            return ""
+            return None
         threading.Thread(target=self._start_rescue, daemon=True).start()
-        return str(GuardError("the guard process died", _REMEDY))
+        return GuardError("the guard process died", _REMEDY)
 
     def _guard_is_dead(self) -> bool:
         if self._guard_handle is not None:

@@ -246,6 +246,11 @@ class NvmlDevice:
         mode = self._optional(pynvml.nvmlDeviceGetPersistenceMode, None)
         return None if mode is None else bool(mode)
 
+    def utilization_percent(self) -> int | None:
+        """Share of the last sample period in which a kernel ran; None where not supported."""
+        found = self._optional(pynvml.nvmlDeviceGetUtilizationRates, None)
+        return None if found is None else int(found.gpu)
+
     def compute_pids(self) -> tuple[int, ...]:
         """Processes with a compute context on this GPU, as far as they are visible."""
         found = self._optional(pynvml.nvmlDeviceGetComputeRunningProcesses, [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,19 +49,3 @@ def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> bool:
             return False
         time.sleep(0.002)
     return True
-
-
-def plugin_processes(folder: Path) -> list[int]:
-    """Guards that use this runtime folder, whoever their parent is."""
-    found = []
-    needle = f"{RUNTIME_VARIABLE}={folder}".encode()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            is_guard = b"guard_main.py" in (entry / "cmdline").read_bytes()
-            if is_guard and needle in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
