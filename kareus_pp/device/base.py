@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from kareus_pp.profile import Source
-from kareus_pp.schedule import InstructionClass
+if TYPE_CHECKING:  # the guard process imports this module and must start fast
+    from kareus_pp.profile import Source
+    from kareus_pp.schedule import InstructionClass
 
 POWER_CAP = "power cap"
 """In `Sample.throttled`: the power limit holds the clock down."""
