@@ -248,11 +248,8 @@ class Coordinator:
                 f"the executed instructions do not match the plan ({step.mismatch}); default "
                 f"clocks for the rest of such steps",
             )
-        if (
-            assignment is not None
-            and assignment.report_every
-            and step.number % assignment.report_every == 0
-        ):
+        every = assignment.report_every if assignment is not None else 0
+        if every and step.number % every == 0:
             self._store.set(f"record/{record.rank}/{record.step}", encode(record))
         if assignment is not None and assignment.phase == APPLY:
             self._applied_steps += 1
