@@ -1,232 +1,303 @@
 """Power of every instruction class over the clock, learned from whole-iteration energies.
 
 The counter of a rank gives one number per iteration: `E = sum_i t_i p_i(f_i) + P (T - busy)`.
-Durations are known, so this is linear in the unknowns: per cost key `p(f) = p0 + k (f/f_top)^3`
-(static and clock power; dynamic power goes with f V^2 and the voltage about with f), and the
-blocking power P of the waiting GPU unless it was measured. Coefficients are not negative. Stages
-run the same kinds of work on the same kind of GPU: a fit with coefficients shared by all stages is
-the prior of each stage's own (empirical Bayes), so that few plans suffice.
+With the durations known it is linear in the powers p at the visited clocks and in the blocking
+power P. The physics is the prior: `p(f) = p0 + k (f_eff / f_top)^3` with the clock that is really
+reached (dynamic power goes with f V^2 and the voltage about with f), p0 and k not negative and
+common to all classes; around it each kind, each class and, smoothly over the clock, each curve may
+deviate (a Gaussian process observed through sums). The marginal likelihood sets scale and noise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from scipy.optimize import nnls
 
-from kareus_pp.measure.table import Entry, Floats, Layout
-from kareus_pp.schedule import Kind
+from kareus_pp.measure.kernels import Conditioned, matern, same
+from kareus_pp.measure.table import Applied, Entry, Floats, Ints, Layout
+from kareus_pp.measure.time_model import TimeModel
 
-TERMS = 2
+EXPONENT = 3.0
+KIND, CLASS = 0.1, 0.1
+"""Relative standard deviations of a kind's and a class's power around the common curve."""
+SMOOTH_KIND, SMOOTH_CLASS = 0.03, 0.03
+"""The same of the smooth deviations over the clock."""
+LENGTH = 0.2
+"""Length scale of the smooth deviations in log f."""
+FIXED = 0.5
+"""Relative standard deviation of the power of load and optimizer step around p0."""
+BLOCKING_KNOWN = 0.01
+"""Relative standard deviation of a measured blocking power."""
+BLOCKING_SHARED, BLOCKING_OWN = 0.15, 0.1
+"""The same of a learned one, common part and part of each stage."""
+SCALES = (0.3, 1.0, 2.0)
+NOISES = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)
+"""Relative scatter of a stage's energy around the model from plan to plan; likelihood decides."""
+HEAT_PER_K = 0.003
+"""Prior standard deviation of the relative rise of power with temperature (leakage)."""
+MIN_HEAT_K = 2.0
+"""Temperatures must spread at least this much for that to be learned."""
 
 
 @dataclass(frozen=True)
-class EnergyOptions:
-    """Choices of the energy model, made by cross-validation or by default.
+class Terms:
+    """What the energy of a stage is a sum of: powers at clocks, blocking power, heat.
 
     Attributes:
-        spread: Relative standard deviation of a stage's coefficients around the shared ones.
-        noise: Relative standard deviation of a plan's energy around the model.
-        learn_blocking: Learn the blocking power even where it was measured.
+        key: Cost key of every power.
+        mhz: Clock of every power.
+        stages: Number of blocking powers that follow.
     """
 
-    spread: float = 0.2
-    noise: float = 0.003
-    learn_blocking: bool = False
+    key: Ints
+    mhz: Floats
+    stages: int
 
 
-@dataclass(frozen=True)
-class StagePower:
-    """Powers of one stage.
-
-    Attributes:
-        stage: The stage.
-        keys: Numbers of its cost keys, in the order of the coefficients.
-        coefficients: p0 and k of each cost key, then the blocking power, in watts.
-        covariance: Of `coefficients`.
-    """
-
-    stage: int
-    keys: tuple[int, ...]
-    coefficients: Floats
-    covariance: Floats
-
-    @property
-    def blocking_w(self) -> float:
-        """Power of the waiting GPU."""
-        return float(self.coefficients[-1])
-
-    def power(self, key: int, ratio: Floats) -> tuple[Floats, Floats]:
-        """Power in watts and its standard deviation, at `ratio` = f / f_top; shapes as `ratio`."""
-        start = TERMS * self.keys.index(key)
-        rows = np.zeros((len(ratio), len(self.coefficients)))
-        rows[:, start : start + TERMS] = power_basis(ratio)
-        return rows @ self.coefficients, _deviation(rows, self.covariance)
-
-    def energy(self, row: Floats) -> tuple[float, float]:
-        """Energy in joules and its standard deviation for one row of `energy_row`."""
-        return float(row @ self.coefficients), float(_deviation(row[None, :], self.covariance)[0])
-
-
-@dataclass(frozen=True)
 class EnergyModel:
-    """Powers of every stage; None for a stage without a usable energy reading."""
-
-    stages: tuple[StagePower | None, ...]
-    options: EnergyOptions
-
-
-def power_basis(ratio: Floats) -> Floats:
-    """What p0 and k are multiplied with; shape `(n, TERMS)`."""
-    return np.stack([np.ones_like(ratio), ratio**3], axis=1)
-
-
-def energy_row(
-    layout: Layout,
-    keys: Sequence[int],
-    stage: int,
-    entry_key: np.ndarray[tuple[int], np.dtype[np.intp]],
-    mhz: Floats,
-    duration_s: Floats,
-    iter_time_s: float,
-) -> Floats:
-    """Coefficients of the unknowns of a stage in the energy of one iteration, in seconds."""
-    mine = layout.stage == stage
-    row = np.zeros(TERMS * len(keys) + 1)
-    for place, key in enumerate(keys):
-        chosen = mine & (entry_key == key)
-        basis = power_basis(mhz[chosen] / layout.top_mhz)
-        if layout.keys[key].cls.kind.is_fixed:
-            basis[:, 1:] = 0.0
-        row[TERMS * place : TERMS * (place + 1)] = duration_s[chosen] @ basis
-    row[-1] = iter_time_s - float(np.sum(duration_s[mine]))
-    return row
-
-
-def stage_keys(layout: Layout, stage: int) -> tuple[int, ...]:
-    """Numbers of the cost keys of a stage."""
-    return tuple(i for i, key in enumerate(layout.keys) if key.cls.stage == stage)
-
-
-def fit_energy(
-    entries: Sequence[Entry],
-    layout: Layout,
-    durations: Sequence[Floats],
-    blocking_power_w: Sequence[float] | None,
-    options: EnergyOptions = EnergyOptions(),
-) -> EnergyModel:
-    """Learn the powers of every stage.
+    """Powers of every cost key over the clock and blocking power of every stage.
 
     Args:
         entries: The measurements.
         layout: Their layout.
-        durations: For each entry the duration of every instruction, no NaN.
-        blocking_power_w: Measured blocking power of every stage; None to learn it.
-        options: Choices.
+        times: The time model; gives the clock that is really reached and missing durations.
+        blocking_power_w: Measured blocking powers; None to learn them.
     """
-    known = None if options.learn_blocking else blocking_power_w
-    systems = [
-        _system(entries, layout, durations, stage) for stage in range(layout.schedule.stages)
-    ]
-    shared = _shared(systems, layout, known, options)
-    powers: list[StagePower | None] = []
-    for stage, (rows, energy) in enumerate(systems):
-        keys = stage_keys(layout, stage)
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        layout: Layout,
+        times: TimeModel,
+        blocking_power_w: Sequence[float] | None,
+    ) -> None:
+        self.layout = layout
+        self._times = times
+        self._fixed = np.array([key.cls.kind.is_fixed for key in layout.keys])
+        self._terms = _terms(entries, layout)
+        self._reference_c = _reference(entries)
+        self._known_w = None if blocking_power_w is None else np.array(blocking_power_w)
+        rows, energy, error = self._observations(entries)
+        self.readings = np.bincount(
+            np.concatenate([np.flatnonzero(np.isfinite(e.energy_j)) for e in entries]),
+            minlength=layout.schedule.stages,
+        )
         if not len(energy):
-            powers.append(None)
-            continue
-        kinds = [layout.keys[key].cls.kind for key in keys]
-        prior = np.concatenate([*(shared[kind] for kind in kinds), shared[None]])
-        deviation = _spread(prior, options.spread)
-        if known is not None:
-            prior[-1], deviation[-1] = known[stage], 1e-6 * known[stage]
-        coefficients, covariance = _posterior(rows, energy, prior, deviation, options.noise)
-        powers.append(StagePower(stage, keys, coefficients, covariance))
-    return EnergyModel(tuple(powers), options)
+            self._mean = np.zeros(rows.shape[1])
+            return
+        self._set_prior(rows, energy)
+        self._mean = self._prior_mean(self._terms)
+        residual = energy - rows @ self._mean
+        fits = []
+        for scale, noise in product(SCALES, NOISES):
+            covariance = self._covariance(self._terms, self._terms, scale)
+            observed = rows @ covariance @ rows.T + np.diag((noise * energy) ** 2 + error**2)
+            fits.append((scale, noise, Conditioned(observed, residual)))
+        self.scale, self.noise, self._fit = max(fits, key=lambda fit: fit[2].log_likelihood)
+        self._rows = rows
 
+    @property
+    def is_empty(self) -> bool:
+        """True where no energy was read."""
+        return not bool(np.any(self.readings))
 
-def _system(
-    entries: Sequence[Entry], layout: Layout, durations: Sequence[Floats], stage: int
-) -> tuple[Floats, Floats]:
-    keys = stage_keys(layout, stage)
-    rows, energy = [], []
-    for entry, duration_s in zip(entries, durations, strict=True):
-        values = entry.energy_j[stage]
-        values = values[np.isfinite(values)]
-        if len(values) and len(entry.iter_time_s):
-            time_s = float(np.median(entry.iter_time_s))
-            rows.append(
-                energy_row(
-                    layout, keys, stage, entry.applied.key, entry.applied.mhz, duration_s, time_s
+    def knows(self, key: int) -> bool:
+        """True where the stage of the class has an energy reading."""
+        return bool(self.readings[self.layout.keys[key].cls.stage])
+
+    def power_w(self, key: int, mhz: Floats) -> tuple[Floats, Floats]:
+        """Power of a class in watts and its standard deviation; shapes as `mhz`."""
+        wanted = Terms(np.full(len(mhz), key, dtype=np.intp), mhz, 0)
+        cross = self._covariance(wanted, self._terms, self.scale) @ self._rows.T
+        mean = self._prior_mean(wanted)[: len(mhz)] + cross @ self._fit.weights
+        prior = np.diag(self._covariance(wanted, wanted, self.scale))
+        variance = prior - np.sum(cross * self._fit.solve(cross.T).T, axis=1)
+        return np.maximum(mean, 0.0), np.sqrt(np.maximum(variance, 0.0))
+
+    def blocking_w(self) -> Floats:
+        """Blocking power of every stage in watts."""
+        count = len(self._terms.key)
+        covariance = self._covariance(self._terms, self._terms, self.scale)
+        posterior = self._mean + covariance @ self._rows.T @ self._fit.weights
+        return np.maximum(posterior[count : count + self._terms.stages], 0.0)
+
+    def predict(self, plans: Sequence[tuple[Applied, Floats, float]]) -> tuple[Floats, Floats]:
+        """Energy of every stage, and the standard deviation of each plan's total.
+
+        Args:
+            plans: For each plan its settings, durations and iteration time.
+
+        Returns:
+            Energies in joules, shape `(plans, stages)`, and deviations, shape `(plans,)`.
+        """
+        key = np.concatenate([applied.key for applied, _, _ in plans])
+        mhz = np.concatenate([self._clock(applied) for applied, _, _ in plans])
+        terms = _unique_terms(key, mhz, self.layout.schedule.stages)
+        stages = range(self.layout.schedule.stages)
+        rows = np.array(
+            [
+                self._row(terms, applied, duration_s, time_s, stage, 0.0)
+                for applied, duration_s, time_s in plans
+                for stage in stages
+            ]
+        )
+        cross = rows @ self._covariance(terms, self._terms, self.scale) @ self._rows.T
+        mean = rows @ self._prior_mean(terms) + cross @ self._fit.weights
+        total = rows.reshape(len(plans), len(stages), -1).sum(axis=1)
+        total_cross = cross.reshape(len(plans), len(stages), -1).sum(axis=1)
+        prior = np.sum((total @ self._covariance(terms, terms, self.scale)) * total, axis=1)
+        variance = prior - np.sum(total_cross * self._fit.solve(total_cross.T).T, axis=1)
+        energy = mean.reshape(len(plans), len(stages))
+        return energy, np.sqrt(np.maximum(variance, 0.0) + np.sum((self.noise * energy) ** 2, 1))
+
+    def _clock(self, applied: Applied) -> Floats:
+        return np.where(self._fixed[applied.key], float(self.layout.top_mhz), applied.mhz)
+
+    def _observations(self, entries: Sequence[Entry]) -> tuple[Floats, Floats, Floats]:
+        rows, energy, error = [], [], []
+        for entry in entries:
+            known = self._times.durations_s(entry.applied)
+            duration_s = np.where(np.isfinite(entry.duration_s), entry.duration_s, known)
+            for stage in range(self.layout.schedule.stages):
+                if not np.isfinite(entry.energy_j[stage]):
+                    continue
+                heat = entry.temperature_c[stage] - self._reference_c
+                rows.append(
+                    self._row(
+                        self._terms,
+                        entry.applied,
+                        duration_s,
+                        entry.time_s,
+                        stage,
+                        float(np.nan_to_num(heat)),
+                    )
                 )
-            )
-            energy.append(float(np.median(values)))
-    return np.array(rows).reshape(len(rows), TERMS * len(keys) + 1), np.array(energy)
+                energy.append(entry.energy_j[stage])
+                error.append(entry.energy_se_j[stage])
+        width = len(self._terms.key) + self._terms.stages + 1
+        return np.array(rows).reshape(len(rows), width), np.array(energy), np.array(error)
+
+    def _row(
+        self,
+        terms: Terms,
+        applied: Applied,
+        duration_s: Floats,
+        time_s: float,
+        stage: int,
+        heat_k: float,
+    ) -> Floats:
+        mine = self.layout.stage == stage
+        place = _places(terms, applied.key[mine], self._clock(applied)[mine])
+        row = np.zeros(len(terms.key) + terms.stages + 1)
+        row[: len(terms.key)] = np.bincount(place, duration_s[mine], minlength=len(terms.key))
+        row[len(terms.key) + stage] = time_s - float(np.sum(duration_s[mine]))
+        row[-1] = heat_k * time_s
+        return row
+
+    def _ratio(self, terms: Terms) -> Floats:
+        result = np.zeros(len(terms.key))
+        for key in np.unique(terms.key):
+            own = terms.key == key
+            if not self._fixed[key]:
+                result[own] = self._times.saturation.ratio(int(key), terms.mhz[own], EXPONENT)
+        return result
+
+    def _set_prior(self, rows: Floats, energy: Floats) -> None:
+        """p0, k and the blocking power that fit best if all classes were alike."""
+        count = len(self._terms.key)
+        ratio = self._ratio(self._terms)
+        design = np.stack(
+            [rows[:, :count].sum(axis=1), rows[:, :count] @ ratio, rows[:, count:-1].sum(axis=1)], 1
+        )
+        target = np.ones(len(energy))
+        if self._known_w is not None:
+            target = target - rows[:, count:-1] @ self._known_w / energy
+            design = design[:, :2]
+        common, _ = nnls(design / energy[:, None], target)
+        self._static_w, self._dynamic_w = float(common[0]), float(common[1])
+        learned = common[2] if self._known_w is None else 0.0
+        if self._known_w is not None:
+            self._blocking_w = self._known_w
+        else:
+            self._blocking_w = np.full(self._terms.stages, float(learned))
+
+    def _prior_mean(self, terms: Terms) -> Floats:
+        powers = self._static_w + self._dynamic_w * self._ratio(terms)
+        blocking = self._blocking_w[: terms.stages]
+        return np.concatenate([powers, blocking, [0.0]]) if terms.stages else powers
+
+    def _covariance(self, a: Terms, b: Terms, scale: float) -> Floats:
+        """Prior covariance of the terms; blocking powers and heat follow the powers."""
+        group, fixed = self._times.group, self._fixed
+        kinds, classes = same(group[a.key], group[b.key]), same(a.key, b.key)
+        moving = (~fixed[a.key])[:, None] & (~fixed[b.key])[None, :]
+        smooth = matern(np.log(a.mhz), np.log(b.mhz), LENGTH)
+        level = KIND**2 * kinds + CLASS**2 * classes
+        shape = smooth * (SMOOTH_KIND**2 * kinds + SMOOTH_CLASS**2 * classes)
+        still = FIXED**2 * (classes + kinds) / 2
+        relative = np.where(moving, scale**2 * (level + shape), still * (kinds > 0))
+        width = [self._typical(a), self._typical(b)]
+        powers = relative * width[0][:, None] * width[1][None, :]
+        if not a.stages and not b.stages:
+            return np.asarray(powers)
+        full = np.zeros((_size(a), _size(b)))
+        full[: len(a.key), : len(b.key)] = powers
+        if a.stages and b.stages:
+            full[len(a.key) : -1, len(b.key) : -1] = self._blocking_covariance()
+            heat_w = HEAT_PER_K * (self._static_w + self._dynamic_w)
+            full[-1, -1] = heat_w**2 if np.isfinite(self._reference_c) else 0.0
+        return full
+
+    def _typical(self, terms: Terms) -> Floats:
+        typical = self._static_w + self._dynamic_w * self._ratio(terms)
+        return np.where(self._fixed[terms.key], max(self._static_w, self._blocking_level), typical)
+
+    @property
+    def _blocking_level(self) -> float:
+        return float(np.mean(self._blocking_w))
+
+    def _blocking_covariance(self) -> Floats:
+        if self._known_w is not None:
+            return np.asarray(np.diag((BLOCKING_KNOWN * self._known_w) ** 2))
+        level = max(self._blocking_level, 0.1 * self._static_w)
+        own = BLOCKING_OWN**2 * np.eye(self._terms.stages)
+        return np.asarray(level**2 * (BLOCKING_SHARED**2 + own))
 
 
-def _shared(
-    systems: Sequence[tuple[Floats, Floats]],
-    layout: Layout,
-    known: Sequence[float] | None,
-    options: EnergyOptions,
-) -> dict[Kind | None, Floats]:
-    """Coefficients shared by all stages, by kind, and the blocking power under None.
+def _size(terms: Terms) -> int:
+    return len(terms.key) + (terms.stages + 1 if terms.stages else 0)
 
-    Forward and backward times hardly vary against each other, so that their powers are hard to
-    tell apart: what they have in common is fitted first and is the prior of each kind.
-    """
-    kinds = list(dict.fromkeys(key.cls.kind for key in layout.keys))
-    width = TERMS * len(kinds) + 1
-    rows, energy = [], []
-    for stage, (own, values) in enumerate(systems):
-        wide = np.zeros((len(values), width))
-        for place, key in enumerate(stage_keys(layout, stage)):
-            start = TERMS * kinds.index(layout.keys[key].cls.kind)
-            wide[:, start : start + TERMS] += own[:, TERMS * place : TERMS * (place + 1)]
-        wide[:, -1] = own[:, -1]
-        rows.append(wide)
-        energy.append(values)
-    design, target = np.concatenate(rows), np.concatenate(energy)
-    common = sum(design[:, TERMS * i : TERMS * (i + 1)] for i in range(len(kinds)))
-    start_design = np.concatenate([np.asarray(common), design[:, -1:]], axis=1) / target[:, None]
-    start_target = np.ones(len(target))
-    if known is not None:
-        start_target = 1 - start_design[:, -1] * float(np.mean(known))
-        start_design = start_design[:, :-1]
-    base, _ = nnls(start_design, start_target)
-    blocking = float(np.mean(known)) if known is not None else float(base[-1])
-    prior = np.concatenate([np.tile(base[:TERMS], len(kinds)), [blocking]])
-    deviation = _spread(prior, options.spread)
-    if known is not None:
-        deviation[-1] = 1e-6 * blocking
-    solution, _ = _posterior(design, target, prior, deviation, options.noise)
-    shared: dict[Kind | None, Floats] = {
-        kind: solution[TERMS * i : TERMS * (i + 1)] for i, kind in enumerate(kinds)
+
+def _terms(entries: Sequence[Entry], layout: Layout) -> Terms:
+    key = np.concatenate([entry.applied.key for entry in entries])
+    mhz = np.concatenate([entry.applied.mhz for entry in entries])
+    fixed = np.array([cost.cls.kind.is_fixed for cost in layout.keys])
+    return _unique_terms(
+        key, np.where(fixed[key], float(layout.top_mhz), mhz), layout.schedule.stages
+    )
+
+
+def _unique_terms(key: Ints, mhz: Floats, stages: int) -> Terms:
+    pairs = np.unique(np.stack([key.astype(float), mhz], axis=1), axis=0)
+    return Terms(pairs[:, 0].astype(np.intp), pairs[:, 1], stages)
+
+
+def _places(terms: Terms, key: Ints, mhz: Floats) -> Ints:
+    number = {
+        (int(k), float(f)): place
+        for place, (k, f) in enumerate(zip(terms.key, terms.mhz, strict=True))
     }
-    shared[None] = solution[-1:]
-    return shared
+    return np.array(
+        [number[int(k), float(f)] for k, f in zip(key, mhz, strict=True)], dtype=np.intp
+    )
 
 
-def _spread(prior: Floats, share: float) -> Floats:
-    """Prior standard deviations; a coefficient at zero may leave it."""
-    return np.asarray(share * np.maximum(prior, 0.1 * float(np.max(prior))))
-
-
-def _posterior(
-    rows: Floats, energy: Floats, prior: Floats, deviation: Floats, noise: float
-) -> tuple[Floats, Floats]:
-    """Non-negative maximum a posteriori and its covariance (linear Gaussian)."""
-    scale = 1 / (noise * energy)
-    pull = 1 / np.maximum(deviation, 1e-9)
-    stacked = np.concatenate([rows * scale[:, None], np.diag(pull)])
-    wanted = np.concatenate([energy * scale, prior * pull])
-    coefficients, _ = nnls(stacked, wanted)
-    covariance = np.linalg.inv(stacked.T @ stacked)
-    return coefficients, covariance
-
-
-def _deviation(rows: Floats, covariance: Floats) -> Floats:
-    variance: Floats = np.sum((rows @ covariance) * rows, axis=1)
-    return np.asarray(np.sqrt(np.maximum(variance, 0.0)))
+def _reference(entries: Sequence[Entry]) -> float:
+    """Mean temperature; NaN where temperatures are unknown or hardly differ."""
+    heat = np.concatenate([entry.temperature_c for entry in entries])
+    heat = heat[np.isfinite(heat)]
+    return float(np.mean(heat)) if len(heat) and np.ptp(heat) >= MIN_HEAT_K else float("nan")

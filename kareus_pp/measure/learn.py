@@ -8,35 +8,34 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kareus_pp.errors import ProfileError
-from kareus_pp.evaluate import start_times
-from kareus_pp.measure.energy_model import EnergyModel, StagePower, fit_energy
+from kareus_pp.measure.crossval import NORMAL_90, CrossValidation, cross_validate
+from kareus_pp.measure.model import JobModel
+from kareus_pp.measure.reject import reject_outliers
+from kareus_pp.measure.replay import Replay
+from kareus_pp.measure.report import FitReport, report_on
 from kareus_pp.measure.runs import Runs, validate_runs
-from kareus_pp.measure.table import Applied, Entry, Floats, Layout, entry_of, layout_of
-from kareus_pp.measure.time_model import TimeCurve, fit_time
+from kareus_pp.measure.table import Entry, Layout, entry_of, layout_of
+from kareus_pp.plan import Settings
 from kareus_pp.profile import DeviceFacts, Option, Origin, Overhead, Profile
 from kareus_pp.schedule import InstructionClass
 from kareus_pp.setting import Setting
 
+LEARNED_WINS = 0.9
+"""Blocking power is learned although measured if that lowers the error at least to this share."""
+
 
 @dataclass(frozen=True)
-class FitReport:
-    """How far the learned profile can be trusted, in words.
+class Prediction:
+    """What a plan is predicted to cost, with the half-widths of 90 % intervals.
 
-    Attributes:
-        supports_planning: False where the data do not support a plan.
-        reasons: Why not, one sentence each.
-        notes: What else a user should know, one sentence each.
-        unknown_classes: Classes that never varied in clock: known at the visited clock only.
-        time_error: Relative error of the iteration times of the runs themselves, mean absolute.
-        energy_error: The same of the total energies; None where energy was not read.
+    A value is None where the plan uses a clock that is unknown for a class, or where energy was
+    not read.
     """
 
-    supports_planning: bool
-    reasons: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    unknown_classes: tuple[InstructionClass, ...] = ()
-    time_error: float | None = None
-    energy_error: float | None = None
+    time_s: float | None
+    time_half_s: float | None
+    energy_j: float | None
+    energy_half_j: float | None
 
 
 @dataclass(frozen=True)
@@ -46,91 +45,93 @@ class Learned:
     Attributes:
         profile: Options of every class at every useful clock, for the planner.
         report: Fit quality.
-        layout: Schedule, cost keys and clocks.
-        curves: Time over the clock for each cost key.
-        energy: Powers.
-        overhead_s: Iteration time beyond the dependency graph.
+        model: The fitted models.
+        validation: How well plans were predicted that a fit did not see.
     """
 
     profile: Profile
     report: FitReport
-    layout: Layout = field(repr=False)
-    curves: tuple[TimeCurve | None, ...] = field(repr=False)
-    energy: EnergyModel = field(repr=False)
-    overhead_s: float = 0.0
+    model: JobModel = field(repr=False)
+    validation: CrossValidation
+
+    def predict(self, plans: Sequence[Settings]) -> tuple[Prediction, ...]:
+        """Iteration time and total energy of plans on the same schedule.
+
+        Raises:
+            ProfileError: A plan uses an overlap setting that was never run.
+        """
+        if not plans:
+            return ()
+        found = self.model.predict([self.model.layout.apply(plan) for plan in plans])
+        return tuple(
+            Prediction(
+                _number(found.time_s[i]),
+                _number(found.time_sd_s[i] * self.validation.time_factor),
+                _number(found.total_j[i]),
+                _number(found.energy_sd_j[i] * self.validation.energy_factor),
+            )
+            for i in range(len(plans))
+        )
 
 
 def learn(runs: Runs) -> Learned:
     """Learn time and energy of every instruction class at every clock in the useful range.
+
+    The useful range goes from the lowest clock that was run to the highest supported one.
 
     Raises:
         ProfileError: The runs are inconsistent, or hold nothing that can be used.
     """
     validate_runs(runs)
     layout = layout_of(runs)
+    runs, rejections = reject_outliers(runs)
     entries = [entry for run in runs.runs if (entry := entry_of(run, layout)) is not None]
-    entries = [entry for entry in entries if len(entry.iter_time_s)]
     if not entries:
         raise ProfileError(
             "the runs hold no usable iteration; record at least one that is not rejected"
         )
-    curves = fit_time(entries, layout)
-    durations = [_filled(entry, curves) for entry in entries]
-    overhead_s = float(
-        np.median(
-            [
-                np.median(entry.iter_time_s) - replay_s(layout, predicted_s(entry.applied, curves))
-                for entry in entries
-            ]
-        )
+    replay = Replay(runs.schedule)
+    blocking = runs.blocking_power_w
+    validation = cross_validate(entries, layout, replay, blocking)
+    if blocking is not None and validation.energy_error is not None:
+        other = cross_validate(entries, layout, replay, None)
+        if (other.energy_error or np.inf) < LEARNED_WINS * validation.energy_error:
+            validation, blocking = other, None
+    model = JobModel(entries, layout, replay, blocking)
+    how = (
+        "learned"
+        if runs.blocking_power_w is None
+        else "as measured"
+        if blocking is not None
+        else "learned, which predicts left-out plans better than the measured one"
     )
-    energy = fit_energy(entries, layout, durations, runs.blocking_power_w)
-    profile = _profile(runs, layout, curves, energy, max(0.0, overhead_s))
+    report = report_on(model, entries, validation, rejections, how)
     return Learned(
-        profile, _report(layout, curves, energy), layout, curves, energy, max(0.0, overhead_s)
-    )
-
-
-def predicted_s(applied: Applied, curves: Sequence[TimeCurve | None]) -> Floats:
-    """Duration of every instruction by the curves; NaN where a clock is unknown."""
-    result = np.full(applied.mhz.shape, np.nan)
-    for number, curve in enumerate(curves):
-        mine = applied.key == number
-        if curve is not None and np.any(mine):
-            clocks, place = np.unique(applied.mhz[mine], return_inverse=True)
-            result[mine] = curve.predict(clocks)[0][place]
-    return result
-
-
-def replay_s(layout: Layout, duration_s: Floats) -> float:
-    """Length of the longest path through the schedule, in seconds."""
-    return float(np.max(start_times(layout.schedule, duration_s) + duration_s))
-
-
-def _filled(entry: Entry, curves: Sequence[TimeCurve | None]) -> Floats:
-    return np.where(
-        np.isfinite(entry.duration_s), entry.duration_s, predicted_s(entry.applied, curves)
+        _profile(runs, layout, model, entries, validation, how), report, model, validation
     )
 
 
 def _profile(
     runs: Runs,
     layout: Layout,
-    curves: Sequence[TimeCurve | None],
-    energy: EnergyModel,
-    overhead_s: float,
+    model: JobModel,
+    entries: Sequence[Entry],
+    validation: CrossValidation,
+    blocking: str,
 ) -> Profile:
+    lowest = min(float(entry.applied.mhz.min()) for entry in entries)
     options: dict[InstructionClass, tuple[Option, ...]] = {}
-    for number, (key, curve) in enumerate(zip(layout.keys, curves, strict=True)):
-        power = energy.stages[key.cls.stage]
-        if curve is not None and power is not None:
-            found = _options(layout, number, curve, power)
-            options[key.cls] = options.get(key.cls, ()) + found
-    blocking = tuple(0.0 if power is None else power.blocking_w for power in energy.stages)
+    for key, cost_key in enumerate(layout.keys):
+        if model.times.knows(key) and model.energy.knows(key):
+            found = _options(layout, model, key, lowest, validation)
+            options[cost_key.cls] = options.get(cost_key.cls, ()) + found
+    empty = model.energy.is_empty
     return Profile(
         options=options,
-        blocking_power_w=blocking,
-        overhead=Overhead(iteration_s=overhead_s),
+        blocking_power_w=(0.0,) * runs.schedule.stages
+        if empty
+        else tuple(float(value) for value in model.energy.blocking_w()),
+        overhead=Overhead(iteration_s=max(0.0, model.overhead.constant_s)),
         device=DeviceFacts(
             name=runs.facts.get("gpu", ""),
             clocks_mhz=layout.clocks_mhz,
@@ -138,28 +139,35 @@ def _profile(
             scope=runs.scope,
         ),
         fingerprint=dict(runs.facts),
-        provenance={"method": "learned from iterations", "plans": str(len(runs.runs))},
+        provenance={
+            "method": "learned from whole iterations",
+            "plans": str(len(entries)),
+            "schedule": runs.schedule.signature,
+            "blocking_power": blocking,
+        },
     )
 
 
 def _options(
-    layout: Layout, number: int, curve: TimeCurve, power: StagePower
+    layout: Layout, model: JobModel, key: int, lowest: float, validation: CrossValidation
 ) -> tuple[Option, ...]:
-    overlap = layout.keys[number].overlap
-    if curve.fixed:
-        clocks = np.array([float(layout.top_mhz)])
-    else:
-        clocks = np.array([float(mhz) for mhz in layout.clocks_mhz])
-    time_s, time_sd = curve.predict(clocks)
-    power_w, power_sd = power.power(number, clocks / layout.top_mhz)
-    visited = {point.mhz for point in curve.points}
+    cost_key = layout.keys[key]
+    fixed = cost_key.cls.kind.is_fixed
+    clocks = np.array([mhz for mhz in layout.clocks_mhz if mhz >= lowest], dtype=float)
+    if fixed:
+        clocks = clocks[-1:]
+    time_s, time_sd = model.times.predict(key, clocks)
+    power_w, power_sd = model.energy.power_w(key, clocks)
+    visited = set(model.times.visited_mhz(key))
+    widen_time = max(1.0, validation.time_factor / NORMAL_90)
+    widen_energy = max(1.0, validation.energy_factor / NORMAL_90)
     return tuple(
         Option(
-            Setting(None if curve.fixed else int(mhz), overlap),
+            Setting(None if fixed else int(mhz), cost_key.overlap),
             float(t),
             float(t * p),
-            float(t * t_sd),
-            float(np.hypot(t * p_sd, t * p * t_sd)),
+            float(t * t_sd * widen_time),
+            float(t * np.hypot(p_sd, p * t_sd) * widen_energy),
             Origin.MEASURED if mhz in visited else Origin.PREDICTED,
         )
         for mhz, t, t_sd, p, p_sd in zip(clocks, time_s, time_sd, power_w, power_sd, strict=True)
@@ -167,19 +175,5 @@ def _options(
     )
 
 
-def _report(layout: Layout, curves: Sequence[TimeCurve | None], energy: EnergyModel) -> FitReport:
-    unknown = tuple(
-        key.cls
-        for key, curve in zip(layout.keys, curves, strict=True)
-        if curve is None or not (curve.varied or curve.fixed)
-    )
-    blind = [str(stage) for stage, power in enumerate(energy.stages) if power is None]
-    reasons = []
-    if unknown:
-        reasons.append(
-            f"never run at two clocks: {', '.join(map(str, unknown[:8]))}; "
-            f"their cost at other clocks is unknown"
-        )
-    if blind:
-        reasons.append(f"no usable energy reading on stage {', '.join(blind)}")
-    return FitReport(not reasons, tuple(reasons), unknown_classes=unknown)
+def _number(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None

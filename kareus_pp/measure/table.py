@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,19 +94,21 @@ class Entry:
         name: Name of the run.
         applied: The plan.
         duration_s: Median duration of every instruction; NaN where nothing usable.
-        iter_time_s: Iteration times; shape `(iterations,)`.
-        energy_j: Energy of each stage and iteration; NaN where not usable; shape
-            `(stages, iterations)`.
-        energy_sd_j: Standard deviation from the readings themselves; NaN where unknown.
-        temperature_c: Temperatures; NaN where not read.
+        time_s: Mean iteration time.
+        time_se_s: Its standard error; NaN with fewer than three iterations.
+        energy_j: Mean energy of each stage; NaN where not usable; shape `(stages,)`.
+        energy_se_j: Its standard error, from the scatter or from the readings themselves,
+            whichever is larger; 0 where unknown.
+        temperature_c: Mean temperature of each stage; NaN where not read.
     """
 
     name: str
     applied: Applied
     duration_s: Floats
-    iter_time_s: Floats
+    time_s: float
+    time_se_s: float
     energy_j: Floats
-    energy_sd_j: Floats
+    energy_se_j: Floats
     temperature_c: Floats
 
 
@@ -131,50 +134,61 @@ def layout_of(runs: Runs) -> Layout:
 
 
 def entry_of(run: PlanRun, layout: Layout) -> Entry | None:
-    """The usable measurements of a run; None where there are none."""
+    """The usable measurements of a run; None where no iteration time is usable."""
     records = [record for record in run.iterations if not record.rejected]
-    if not records:
+    clean = [record for record in records if not any(record.flags)]
+    if not clean:
         return None
-    stages = layout.schedule.stages
-
-    def per_stage(values: tuple[float | None, ...], flagged: list[bool]) -> list[float]:
-        row = values or (None,) * stages
-        return [
-            np.nan if value is None or bad else float(value)
-            for value, bad in zip(row, flagged, strict=True)
-        ]
-
-    durations = []
-    energies = []
-    deviations = []
-    temperatures = []
-    for record in records:
-        flagged = [bool(record.flag_of(stage)) for stage in range(stages)]
-        durations.append(
-            [
-                np.nan if bad else value
-                for row, bad in zip(record.duration_s, flagged, strict=True)
-                for value in row
-            ]
-        )
-        energies.append(per_stage(record.energy_j, flagged))
-        deviations.append(per_stage(record.energy_sd_j, flagged))
-        temperatures.append(per_stage(record.temperature_c, [False] * stages))
-    clean = [not any(record.flags) for record in records]
-    times = np.array([record.iter_time_s for record in records])[clean]
+    stages = range(layout.schedule.stages)
+    flagged = [[bool(record.flag_of(stage)) for stage in stages] for record in records]
+    durations = np.array([[value for row in r.duration_s for value in row] for r in records])
+    durations[np.array(flagged)[:, layout.stage]] = np.nan
+    time_s, time_se_s = _mean(np.array([[record.iter_time_s] for record in clean]))
+    energy = _per_stage([record.energy_j for record in records], flagged)
+    reading = _per_stage([record.energy_sd_j for record in records], flagged)
+    energy_j, scatter = _mean(energy)
+    count = np.maximum(np.sum(np.isfinite(energy), axis=0), 1)
+    from_reading = np.sqrt(np.nansum(reading**2, axis=0)) / count
     return Entry(
         name=run.name,
         applied=layout.apply(run.settings),
-        duration_s=_median_of_columns(np.array(durations)),
-        iter_time_s=times,
-        energy_j=np.array(energies).T,
-        energy_sd_j=np.array(deviations).T,
-        temperature_c=np.array(temperatures).T,
+        duration_s=_median(durations),
+        time_s=float(time_s[0]),
+        time_se_s=float(time_se_s[0]),
+        energy_j=energy_j,
+        energy_se_j=np.maximum(np.nan_to_num(scatter), from_reading),
+        temperature_c=_mean(_per_stage([r.temperature_c for r in records], flagged))[0],
     )
 
 
-def _median_of_columns(values: Floats) -> Floats:
+def _per_stage(rows: Sequence[Sequence[float | None]], flagged: list[list[bool]]) -> Floats:
+    """Values by iteration and stage; NaN where None or flagged."""
+    return np.array(
+        [
+            [
+                np.nan if bad or not row or row[stage] is None else row[stage]
+                for stage, bad in enumerate(bads)
+            ]
+            for row, bads in zip(rows, flagged, strict=True)
+        ],
+        dtype=float,
+    )
+
+
+def _median(values: Floats) -> Floats:
+    """Median of every column, NaN left out."""
     result = np.full(values.shape[1], np.nan)
-    some = ~np.all(np.isnan(values), axis=0)
+    some = np.isfinite(values).any(axis=0)
     result[some] = np.nanmedian(values[:, some], axis=0)
     return result
+
+
+def _mean(values: Floats) -> tuple[Floats, Floats]:
+    """Mean of every column and its standard error (NaN below three values), NaN left out."""
+    count = np.sum(np.isfinite(values), axis=0)
+    mean = np.full(values.shape[1], np.nan)
+    error = np.full(values.shape[1], np.nan)
+    some, enough = count > 0, count > 2
+    mean[some] = np.nanmean(values[:, some], axis=0)
+    error[enough] = np.nanstd(values[:, enough], axis=0, ddof=1) / np.sqrt(count[enough])
+    return mean, error
