@@ -7,6 +7,7 @@ import sys
 import typer
 
 from kareus_pp import __version__
+from kareus_pp.cli.learn import learn_command
 from kareus_pp.errors import KareusError
 
 app = typer.Typer(
@@ -35,6 +36,9 @@ def _options(
     ),
 ) -> None:
     """Energy-aware pipeline-parallel training: plan, learn, simulate and inspect."""
+
+
+app.command("learn")(learn_command)
 
 
 def main() -> None:

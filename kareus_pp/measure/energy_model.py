@@ -92,11 +92,13 @@ class EnergyModel:
         self._set_prior(rows, energy)
         self._mean = self._prior_mean(self._terms)
         residual = energy - rows @ self._mean
+        still = rows @ self._covariance(self._terms, self._terms, 0.0) @ rows.T
+        moving = rows @ self._covariance(self._terms, self._terms, 1.0) @ rows.T - still
         fits = []
         for scale, noise in product(SCALES, NOISES):
-            covariance = self._covariance(self._terms, self._terms, scale)
-            observed = rows @ covariance @ rows.T + np.diag((noise * energy) ** 2 + error**2)
-            fits.append((scale, noise, Conditioned(observed, residual)))
+            scatter = np.diag((noise * energy) ** 2 + error**2)
+            fit = Conditioned(still + scale**2 * moving + scatter, residual)
+            fits.append((scale, noise, fit))
         self.scale, self.noise, self._fit = max(fits, key=lambda fit: fit[2].log_likelihood)
         self._rows = rows
 
@@ -240,8 +242,7 @@ class EnergyModel:
         shape = smooth * (SMOOTH_KIND**2 * kinds + SMOOTH_CLASS**2 * classes)
         still = FIXED**2 * (classes + kinds) / 2
         relative = np.where(moving, scale**2 * (level + shape), still * (kinds > 0))
-        width = [self._typical(a), self._typical(b)]
-        powers = relative * width[0][:, None] * width[1][None, :]
+        powers = relative * self._typical(a)[:, None] * self._typical(b)[None, :]
         if not a.stages and not b.stages:
             return np.asarray(powers)
         full = np.zeros((_size(a), _size(b)))

@@ -10,7 +10,7 @@ import numpy as np
 from kareus_pp.measure.energy_model import EnergyModel
 from kareus_pp.measure.overhead import OverheadModel, features_of
 from kareus_pp.measure.replay import Replay
-from kareus_pp.measure.table import Applied, Entry, Floats, Layout
+from kareus_pp.measure.table import Applied, Entry, Floats, Ints, Layout
 from kareus_pp.measure.time_model import TimeModel
 
 
@@ -69,7 +69,13 @@ class JobModel:
             length_s = self._replay(durations[known].T)
             features = self._features(durations[known], length_s)
             time_s[known] = length_s + self.overhead(features)
-            spread = np.array([self._path_sd(plans[plan], durations[plan]) for plan in known])
+            paths = self._replay.critical(durations[known].T)
+            spread = np.array(
+                [
+                    self._path_sd(plans[plan], durations[plan], path)
+                    for plan, path in zip(known, paths, strict=True)
+                ]
+            )
             time_sd[known] = np.hypot(spread, self.overhead.sd_s)
             if not self.energy.is_empty:
                 energy[known], energy_sd[known] = self.energy.predict(
@@ -85,9 +91,8 @@ class JobModel:
         ]
         return features_of(busy, length_s)
 
-    def _path_sd(self, plan: Applied, duration_s: Floats) -> float:
+    def _path_sd(self, plan: Applied, duration_s: Floats, path: Ints) -> float:
         """Standard deviation of the longest path: errors of one class add up, classes do not."""
-        path = self._replay.critical(duration_s)
         variance = 0.0
         for key in np.unique(plan.key[path]):
             mine = path[plan.key[path] == key]

@@ -21,15 +21,19 @@ class Replay:
         """Iteration time without overhead; `(instructions, plans)` to `(plans,)`."""
         return np.asarray(np.max(self._ends(duration_s), axis=0))
 
-    def critical(self, duration_s: Floats) -> Ints:
-        """Numbers of the instructions on the longest path of one plan; shape `(n,)`."""
-        end = self._ends(duration_s[:, None])[:, 0]
-        node = int(np.argmax(end))
-        path = [node]
-        while self._before[node]:
-            node = max(self._before[node], key=lambda before: end[before])
-            path.append(node)
-        return np.array(path, dtype=np.intp)
+    def critical(self, duration_s: Floats) -> list[Ints]:
+        """For each plan the numbers of the instructions on its longest path."""
+        ends = self._ends(duration_s)
+        paths = []
+        for end in ends.T:
+            value = end.tolist()
+            node = int(np.argmax(end))
+            path = [node]
+            while self._before[node]:
+                node = max(self._before[node], key=value.__getitem__)
+                path.append(node)
+            paths.append(np.array(path, dtype=np.intp))
+        return paths
 
     def _ends(self, duration_s: Floats) -> Floats:
         end = np.zeros_like(duration_s)

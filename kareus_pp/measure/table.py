@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +64,11 @@ class Layout:
         """The highest known clock, which default clocks stand for."""
         return self.clocks_mhz[-1]
 
+    @cached_property
+    def classes(self) -> tuple[InstructionClass, ...]:
+        """Class of every instruction."""
+        return tuple(map(self.schedule.class_of, self.schedule.instructions))
+
     def apply(self, settings: Settings) -> Applied:
         """Settings as arrays.
 
@@ -70,19 +76,20 @@ class Layout:
             ProfileError: An overlap setting was never run for an instruction class.
         """
         number = {key: index for index, key in enumerate(self.keys)}
+        flat = [setting for row in settings for setting in row]
         keys = []
-        mhz = []
-        for order, row in zip(self.schedule.order, settings, strict=True):
-            for instruction, setting in zip(order, row, strict=True):
-                key = CostKey(self.schedule.class_of(instruction), setting.overlap)
-                if key not in number:
-                    raise ProfileError(
-                        f"{instruction} at {setting}: this overlap setting was never run for the "
-                        f"class {key.cls}; run it, or use one of "
-                        f"{', '.join(str(k.overlap) for k in self.keys if k.cls == key.cls)}"
-                    )
-                keys.append(number[key])
-                mhz.append(float(setting.clock_mhz or self.top_mhz))
+        for instruction, cls, setting in zip(
+            self.schedule.instructions, self.classes, flat, strict=True
+        ):
+            found = number.get(CostKey(cls, setting.overlap))
+            if found is None:
+                raise ProfileError(
+                    f"{instruction} at {setting}: this overlap setting was never run for the "
+                    f"class {cls}; run it, or use one of "
+                    f"{', '.join(str(key.overlap) for key in self.keys if key.cls == cls)}"
+                )
+            keys.append(found)
+        mhz = [float(setting.clock_mhz or self.top_mhz) for setting in flat]
         return Applied(np.array(keys, dtype=np.intp), np.array(mhz))
 
 
@@ -124,11 +131,14 @@ def layout_of(runs: Runs) -> Layout:
             "the runs name no clock; record the supported clocks, or run plans with locked clocks"
         )
     schedule = runs.schedule
+    classes = [schedule.class_of(instruction) for instruction in schedule.instructions]
     keys = dict.fromkeys(
-        CostKey(schedule.class_of(instruction), setting.overlap)
-        for run in runs.runs
-        for order, row in zip(schedule.order, run.settings, strict=True)
-        for instruction, setting in zip(order, row, strict=True)
+        CostKey(cls, overlap)
+        for cls, overlap in dict.fromkeys(
+            (cls, setting.overlap)
+            for run in runs.runs
+            for cls, setting in zip(classes, (s for row in run.settings for s in row), strict=True)
+        )
     )
     return Layout(schedule, tuple(keys), np.array(schedule.stage_of, dtype=np.intp), clocks)
 
