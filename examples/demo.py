@@ -37,8 +37,9 @@ MEASURED_STEPS = 12
 SETTLING_STEPS = 2
 OBSERVED_STEPS = 2
 PROFILING_PLANS = 10
-STEPS_PER_PROFILING_PLAN = 8
-PLANNING_STEPS = 12
+STEPS_PER_PROFILING_PLAN = 6
+LEARNING_STEPS = 12
+PLANNING_STEPS = 6
 MAX_OVERRUN_SHARE = 0.01
 
 
@@ -82,7 +83,7 @@ def run_demo(output: Path, steps: int) -> None:
     train(
         fastest,
         {"mode": "auto", "target": "fastest", "profiling": {"plans": PROFILING_PLANS}},
-        OBSERVED_STEPS + PROFILING_PLANS * STEPS_PER_PROFILING_PLAN + PLANNING_STEPS + kept,
+        OBSERVED_STEPS + PROFILING_PLANS * STEPS_PER_PROFILING_PLAN + LEARNING_STEPS + kept,
         "2 of 3: profiles itself, plans, and applies the fastest plan",
     )
     profile = fastest / "profile.json"

@@ -1,0 +1,50 @@
+"""Start jobs under the real DeepSpeed launcher, on CPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+JOBS = Path(__file__).resolve().parent / "jobs"
+
+
+def deepspeed(
+    *arguments: str, folder: Path, ranks: int = 2, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    """Run `deepspeed ARGUMENTS` with `ranks` processes in `folder`."""
+    command = [python, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
+    command += ["--master_port", str(free_port()), *arguments]
+    return run(command, folder)
+
+
+def alone(script: str, *arguments: str, folder: Path, python: str = sys.executable) -> Any:
+    """Run a job script of one rank without a launcher; its last line of output is JSON."""
+    done = run([python, str(JOBS / script), *arguments], folder, MASTER_PORT=str(free_port()))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **more}
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def ours(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The lines that kareus-pp wrote, the launcher's own left out."""
+    lines = (done.stdout + done.stderr).splitlines()
+    return [line for line in lines if "kareus-pp: " in line]
