@@ -9,9 +9,9 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from kareus_pp.config import KareusConfig, load_config, parse_config
-from kareus_pp.device.errors import NoDriverError
 from kareus_pp.device.guard import GuardController
 from kareus_pp.device.nvml import NvmlDevice, inventory
 from kareus_pp.device.preflight import Finding, preflight, try_clock
@@ -23,7 +23,9 @@ _MARKS = {"ok": "[green]ok[/]     ", "warning": "[yellow]warning[/]", "error": "
 
 
 def doctor(
-    device: str = typer.Option("", "--device", help="nvml, zeusd or command; default: the config's."),
+    device: str = typer.Option(
+        "", "--device", help="nvml, zeusd or command; default: the config's."
+    ),
     config: Path | None = typer.Option(None, "--config", help="Configuration file."),
     set_clock: bool = typer.Option(
         False, "--set", help="Lock each GPU at its highest clock and unlock it at once."
@@ -39,16 +41,19 @@ def doctor(
         chosen = parse_config({**chosen.model_dump(mode="json"), "device": device}, "--device")
     name = chosen.device if chosen.device in ("nvml", "zeusd", "command") else "nvml"
     backend = backend_of(chosen, name)
+    report: dict[str, tuple[Finding, ...]] = {}
     try:
         gpus = visible_gpus(inventory(), os.environ)
-    except NoDriverError as error:
-        report = {"driver": (Finding("driver", "error", error.cause, error.remedy, error),)}
+    except DeviceError as error:
+        report["this process"] = (Finding("GPUs", "error", error.cause, error.remedy, error),)
     else:
         report = {gpu.uuid: preflight(gpu.uuid, backend) for gpu in gpus}
         if set_clock:
             report = {uuid: (*found, _try(uuid, backend)) for uuid, found in report.items()}
         if not gpus:
-            report["driver"] = (Finding("driver", "error", "no GPU is visible to this process"),)
+            report["this process"] = (
+                Finding("GPUs", "error", "no GPU is visible to this process"),
+            )
     _print(report, as_json)
     if any(finding.level == "error" for found in report.values() for finding in found):
         raise typer.Exit(1)
@@ -90,6 +95,6 @@ def _print(report: dict[str, tuple[Finding, ...]], as_json: bool) -> None:
     for subject, found in report.items():
         console.print(f"[bold]{subject}[/]")
         for finding in found:
-            console.print(f"  {_MARKS[finding.level]} {finding.check}: {finding.text}")
+            console.print(f"  {_MARKS[finding.level]} {finding.check}: {escape(finding.text)}")
             if finding.remedy:
-                console.print(f"          -> {finding.remedy}")
+                console.print(f"          -> {escape(finding.remedy)}")

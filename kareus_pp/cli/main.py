@@ -7,6 +7,8 @@ import sys
 import typer
 
 from kareus_pp import __version__
+from kareus_pp.cli.doctor import doctor
+from kareus_pp.cli.unlock import unlock
 from kareus_pp.errors import KareusError
 
 app = typer.Typer(
@@ -35,6 +37,10 @@ def _options(
     ),
 ) -> None:
     """Energy-aware pipeline-parallel training: plan, learn, simulate and inspect."""
+
+
+app.command()(doctor)
+app.command()(unlock)
 
 
 def main() -> None:

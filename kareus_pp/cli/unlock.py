@@ -9,10 +9,11 @@ import time
 
 import typer
 
-from kareus_pp.device.errors import DeviceError, GpuNotFoundError
+from kareus_pp.device.errors import GpuNotFoundError
 from kareus_pp.device.guard_process import reset_stale
 from kareus_pp.device.lease import Ownership, leases, runtime_folder
 from kareus_pp.device.nvml import GpuEntry, NvmlDevice, inventory
+from kareus_pp.errors import DeviceError
 
 _PATIENCE_S = 8.0
 
@@ -49,7 +50,7 @@ def unlock(
         except DeviceError as error:
             typer.echo(f"{lease.uuid}: {error}", err=True)
             failed = True
-    wanted = [entry.uuid for entry in inventory()] if all_gpus else _resolve(gpu)
+    wanted = [entry.uuid for entry in inventory() if not entry.mig] if all_gpus else _resolve(gpu)
     for uuid in wanted:
         if uuid not in done:
             failed |= not _reset(uuid)
