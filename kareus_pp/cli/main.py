@@ -8,6 +8,8 @@ import typer
 
 from kareus_pp import __version__
 from kareus_pp.cli.learn import learn_command
+from kareus_pp.cli.doctor import doctor
+from kareus_pp.cli.unlock import unlock
 from kareus_pp.errors import KareusError
 
 app = typer.Typer(
@@ -39,6 +41,8 @@ def _options(
 
 
 app.command("learn")(learn_command)
+app.command()(doctor)
+app.command()(unlock)
 
 
 def main() -> None:

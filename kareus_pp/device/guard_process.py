@@ -12,6 +12,7 @@ from typing import Any
 
 from kareus_pp.device import channel as ch
 from kareus_pp.device.backend import open_backend
+from kareus_pp.device.base import Sample
 from kareus_pp.device.channel import Channel
 from kareus_pp.device.counter import CounterWatch
 from kareus_pp.device.errors import (
@@ -22,14 +23,14 @@ from kareus_pp.device.errors import (
     encode,
 )
 from kareus_pp.device.lease import Lease, Ownership, leases, runtime_folder
-from kareus_pp.device.nvml import NvmlDevice, throttle_bits
+from kareus_pp.device.nvml import NvmlDevice
 from kareus_pp.device.readback import NOT_HELD, verdict
 from kareus_pp.errors import DeviceError
 
 ACTIVE_POLL_S = 0.0002
 IDLE_POLL_S = 0.005
 _ACTIVE_FOR_S = 1.0
-SETTLE_S = 0.06
+SETTLE_S = 0.05
 """A clock is read back once it was held for this long; the switch itself takes some 10 ms."""
 _MISSES = 3
 _RESET_FOR_S = 5.0
@@ -235,7 +236,6 @@ class Guard:
         self._changed_s = self._checked_s = time.monotonic()
         words[ch.LAST_CALL_NS] = took
         words[ch.SWITCHES] += 1
-        self._misses = 0
         self._slow = self._slow + 1 if took > self._slow_after_s * 1e9 else 0
         if self._slow >= _MISSES:
             self._stand_down(
@@ -249,7 +249,8 @@ class Guard:
     def _look_after(self, now: float) -> None:
         """What goes on beside requests: sampling, reading back, resets that failed before."""
         words = self._channel.words
-        self._sampler.set(words[ch.PERIOD_US] / 1e6 if self.problem is None else 0.0, self._mhz)
+        self._sampler.asked = (self._mhz, self._changed_s)
+        self._sampler.set_period(words[ch.PERIOD_US] / 1e6 if self.problem is None else 0.0)
         if self.problem is None:
             if self._sampler.problem is not None:
                 self._stand_down(self._sampler.problem)
@@ -270,16 +271,11 @@ class Guard:
         self._checked_s = time.monotonic()
         if found != NOT_HELD:
             self._verified.add(self._mhz)
+            self._misses = 0
             return
         self._misses += 1
         if self._misses >= _MISSES:
-            self._stand_down(
-                ClockError(
-                    f"{self._device.label} was locked at {self._mhz} MHz and runs at {actual} MHz, "
-                    f"with no reason given",
-                    "look for another tool that sets clocks; default clocks are back",
-                )
-            )
+            self._stand_down(_not_held(self._device, self._mhz, actual))
 
     def _stand_down(self, error: DeviceError) -> None:
         """Default clocks, then the news; from here on requests are ignored."""
@@ -335,24 +331,33 @@ def reset_stale(lease: Lease, path: Any, patience_s: float = 0.0) -> None:
         ownership.release()
 
 
+def _not_held(device: NvmlDevice, locked_mhz: int, actual_mhz: int | None) -> ClockError:
+    return ClockError(
+        f"{device.label} was locked at {locked_mhz} MHz and runs at {actual_mhz} MHz, with no "
+        f"reason given",
+        "look for another tool that sets clocks; default clocks are back",
+    )
+
+
 class Sampler:
     """Reads the device every period in a thread of its own, so that a reading delays no switch.
 
     Attributes:
+        asked: The clock that is locked (0: none) and since when, on the scale of
+            `time.monotonic()`; replaced as one.
         problem: Why it stopped; None while it works.
     """
 
     def __init__(self, channel: Channel, device: NvmlDevice) -> None:
         self._channel, self._device = channel, device
         self._period_s = 0.0
-        self._requested = 0
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
+        self.asked = (0, 0.0)
         self.problem: DeviceError | None = None
 
-    def set(self, period_s: float, requested_mhz: int) -> None:
-        """Sample every `period_s` (0: not at all) and note the requested clock."""
-        self._requested = requested_mhz
+    def set_period(self, period_s: float) -> None:
+        """Sample every `period_s`; 0: not at all."""
         if period_s == self._period_s:
             return
         self.stop()
@@ -371,23 +376,36 @@ class Sampler:
 
     def _run(self, end: threading.Event) -> None:
         counter = CounterWatch(self._device.label)
-        due = time.monotonic()
+        due, misses = time.monotonic(), 0
         while not end.is_set():
+            mhz, since_s = self.asked
             try:
-                sample = counter.check(self._device.sample())
+                sample, reasons = self._device.sample_and_reasons()
+                sample = counter.check(sample)
             except DeviceError as error:
                 self.problem = error
                 return
-            self._channel.push(
-                (
-                    sample.at_s,
-                    sample.energy_j,
-                    sample.power_w,
-                    sample.temperature_c,
-                    throttle_bits(sample.throttled),
-                    sample.clock_mhz,
-                    self._requested,
-                )
-            )
+            settled = mhz and sample.at_s > since_s + SETTLE_S and self.asked == (mhz, since_s)
+            if settled and verdict(mhz, sample.clock_mhz, reasons) == NOT_HELD:
+                misses += 1
+                if misses >= _MISSES:
+                    self.problem = _not_held(self._device, mhz, sample.clock_mhz)
+                    return
+            elif settled:
+                misses = 0
+            self._push(sample, reasons, mhz)
             due = max(due + self._period_s, time.monotonic())
             end.wait(due - time.monotonic())
+
+    def _push(self, sample: Sample, reasons: int, requested_mhz: int) -> None:
+        self._channel.push(
+            (
+                sample.at_s,
+                sample.energy_j,
+                sample.power_w,
+                sample.temperature_c,
+                reasons,
+                sample.clock_mhz,
+                requested_mhz,
+            )
+        )

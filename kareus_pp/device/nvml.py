@@ -8,7 +8,7 @@ limits are read from the device.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -218,18 +218,24 @@ class NvmlDevice:
 
     def sample(self) -> Sample:
         """Read everything that can be read, now; what is not supported is None."""
+        return self.sample_and_reasons()[0]
+
+    def sample_and_reasons(self) -> tuple[Sample, int]:
+        """A sample, and NVML's clock event reasons as bits."""
         at_s = time.monotonic()
         energy_j = self._energy_j()
         power_w = self._instant_power_w() if self._has_instant_power else self._average_power_w()
         celsius = self._optional_arg(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
-        return Sample(
+        reasons = self.reason_bits()
+        sample = Sample(
             at_s=at_s,
             energy_j=energy_j,
             power_w=power_w,
             clock_mhz=self.clock_mhz(),
             temperature_c=None if celsius is None else float(celsius),
-            throttled=throttle_names(self.reason_bits()),
+            throttled=throttle_names(reasons),
         )
+        return sample, reasons
 
     def clock_mhz(self) -> int | None:
         """The actual SM clock; None where it cannot be read."""
@@ -325,12 +331,6 @@ class NvmlDevice:
 def throttle_names(bits: int) -> tuple[str, ...]:
     """The reasons behind NVML's bits that hold a clock down, in words."""
     return tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit)
-
-
-def throttle_bits(names: Iterable[str]) -> int:
-    """The bits that `throttle_names` would read as these names."""
-    known = set(names)
-    return sum(bit for bit, name in THROTTLE_REASONS.items() if name in known)
 
 
 def _optional(function: Callable[..., Any], handle: Any, default: Any) -> Any:

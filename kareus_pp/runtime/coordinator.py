@@ -158,6 +158,9 @@ class Coordinator:
         self._take(_IDLE_POLL_S if settled or self.down else _POLL_S)
         if self.down:
             return
+        if error := self._controller.applied().error:
+            self.stand_down(error)
+            return
         self._collect()
         self._follow()
         if self._leader is not None:

@@ -254,7 +254,7 @@ def test_a_lease_of_the_killed_is_reset_at_the_next_start(
     command = [sys.executable, "-c", script, machine.uuid(0), machine.uuid(1)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
     assert (machine.lock_mhz(0), machine.lock_mhz(1)) == (900, 900)
-    assert [live for _, _, live in leases()] == [False, False]
+    assert wait_until(lambda: [live for _, _, live in leases()] == [False, False])
     controller = open_guard(0)  # its own GPU before anything else, the other one beside its work
     assert machine.lock_mhz(0) == 0
     assert wait_until(lambda: machine.lock_mhz(1) == 0)

@@ -8,7 +8,7 @@ import pytest
 
 from kareus_pp.device import errors
 from kareus_pp.device.counter import CounterWatch
-from kareus_pp.device.nvml import NvmlDevice, inventory, throttle_bits, throttle_names
+from kareus_pp.device.nvml import NvmlDevice, inventory, throttle_names
 from kareus_pp.device.readback import CAPPED, HELD, IDLE, NOT_HELD, verdict
 from kareus_pp.errors import DeviceError
 from kareus_pp.profile import Source
@@ -138,9 +138,9 @@ def test_read_back_verdicts() -> None:
     assert verdict(900, 900, 0) == HELD
     assert verdict(900, 915, 0) == HELD
     assert verdict(900, None, 0) == HELD
-    assert verdict(1410, 1200, throttle_bits(["power cap"])) == CAPPED
+    assert verdict(1410, 1200, 0x4) == CAPPED
     assert verdict(1410, 210, 0x1) == IDLE
     assert verdict(1410, 1200, 0) == NOT_HELD
     # Throttling only lowers a clock: a higher one is never explained by it.
-    assert verdict(900, 1410, throttle_bits(["power cap"])) == NOT_HELD
+    assert verdict(900, 1410, 0x4) == NOT_HELD
     assert throttle_names(0x4 | 0x20 | 0x1 | 0x2) == ("power cap", "thermal slowdown")

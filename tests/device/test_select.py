@@ -45,7 +45,7 @@ def test_an_unknown_gpu_model_is_a_config_error() -> None:
 def test_auto_without_a_gpu_is_dry_run_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(select, "_has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(select, "_has_nvidia_gpu", lambda: False)
     with caplog.at_level(logging.WARNING):
         for rank in range(4):
             opened = open_controller(parse_config({}), stage=rank, local_rank=rank)
@@ -59,7 +59,7 @@ def test_auto_without_a_gpu_is_dry_run_and_says_so_once(
 
 
 def test_auto_never_emulates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "_has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(select, "_has_nvidia_gpu", lambda: False)
     opened = open_controller(parse_config({}), stage=0, local_rank=0, work=WORK)
     assert opened.pacer is None
     assert opened.facts.source is not Source.EMULATED
