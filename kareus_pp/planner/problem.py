@@ -51,6 +51,29 @@ class Graph:
         """Number of instructions."""
         return len(self.node)
 
+    @cached_property
+    def incoming(self) -> tuple[IntArray, IntArray, FloatArray]:
+        """The arrays of predecessors, as compiled functions take them."""
+        return self.in_ptr, self.in_node, self.in_lag
+
+    @cached_property
+    def outgoing(self) -> tuple[IntArray, IntArray, FloatArray]:
+        """The arrays of successors, as compiled functions take them."""
+        return self.out_ptr, self.out_node, self.out_lag
+
+    @cached_property
+    def reversed(self) -> Graph:
+        """The graph with every edge turned round; node `i` becomes `size - 1 - i`."""
+        return Graph(
+            self.node[::-1].copy(),
+            self.stage[::-1].copy(),
+            self.cls[::-1].copy(),
+            _mirrored(self.following),
+            _mirrored(self.previous),
+            *_reversed_lists(*self.outgoing),
+            *_reversed_lists(*self.incoming),
+        )
+
 
 @dataclass(frozen=True)
 class Tables:
@@ -232,6 +255,18 @@ def build_graph(schedule: Schedule, p2p_s: float) -> Graph:
         after[by_before],
         lag[by_before],
     )
+
+
+def _mirrored(neighbour: IntArray) -> IntArray:
+    turned = neighbour[::-1]
+    return np.where(turned < 0, -1, len(turned) - 1 - turned)
+
+
+def _reversed_lists(
+    ptr: IntArray, node: IntArray, lag: FloatArray
+) -> tuple[IntArray, IntArray, FloatArray]:
+    # Lists of the last node come first; within each list the order is turned round too.
+    return len(node) - ptr[::-1], len(ptr) - 2 - node[::-1], lag[::-1].copy()
 
 
 def _grouped(key: IntArray, size: int) -> tuple[IntArray, IntArray]:
