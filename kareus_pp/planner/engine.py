@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from kareus_pp.planner import pushing, rounding, search
-from kareus_pp.planner.integer import optimise_window
+from kareus_pp.planner.integer import WindowResult, optimise_window
 from kareus_pp.planner.linear import LinearProgram, LinearSolution
 from kareus_pp.planner.options import PlannerOptions
 from kareus_pp.planner.problem import FloatArray, Graph, IntArray, Problem
@@ -54,12 +54,14 @@ class Solution:
         cost_j: Sum of effective energies in joules.
         time_s: End of the last instruction, overhead left out, in seconds.
         bound_cost_j: Sum of effective energies of the linear relaxation at the same deadline.
+        wide: True where `choice` holds positions in the wide tables.
     """
 
     choice: IntArray
     cost_j: float
     time_s: float
     bound_cost_j: float
+    wide: bool = False
 
 
 class Engine:
@@ -150,7 +152,8 @@ class Engine:
         return excess / whole if whole > 0 else 0.0
 
     @cached_property
-    def _step_j(self) -> float:
+    def step_j(self) -> float:
+        """Mean energy between neighbouring options, the unit of temperatures."""
         graph, tables = self.problem.graph, self.problem.tables
         steps = (tables.ptr[1:] - tables.ptr[:-1] - 1).clip(1)[graph.cls]
         spread = tables.cost[tables.ptr[:-1]] - tables.cost[tables.ptr[1:] - 1]
@@ -248,7 +251,7 @@ class Engine:
         for turn in range(turns):
             side = graph.reversed if turn % 2 else graph
             lists = (*side.incoming, *side.outgoing, side.cls, *table)
-            high, low = (hot * self._step_j * ratio ** (turn + k) for k in (0, 1))
+            high, low = (hot * self.step_j * ratio ** (turn + k) for k in (0, 1))
             number = self.options.seed + 7919 * seed + turn
             choice = search.fit_options(
                 start, deadline_s, slack, *side.outgoing, side.cls, tables.ptr, tables.time
@@ -273,15 +276,15 @@ class Engine:
         graph, tables = self.problem.graph, self.problem.tables
         sizes = (tables.ptr[1:] - tables.ptr[:-1])[graph.cls]
         if int(sizes.sum()) <= SMALL_PROGRAM:
-            result = self._window(best, np.arange(graph.size), deadline_s, seconds)
+            result = self._exact(best, deadline_s, seconds)
             best = best if result.choice is None else result.choice
             if result.proven:
                 return best
-        proposals = 400
+        proposals, idle = 400, 0
         for number in itertools.count(1):
             left = end - time.perf_counter()
             small = self.gap(self.solution(best, bound.cost_j)) < GOOD_GAP
-            if left <= 0 or small or proposals > 50_000:
+            if left <= 0 or small or idle > 2 * (len(starts) + 1):
                 break
             if number % (len(starts) + 1) == 0:
                 begin = search.earliest_starts(*graph.incoming, tables.time[best])
@@ -292,26 +295,27 @@ class Engine:
             # A proposal of each sort takes about 3 microseconds; do not overrun.
             most = max(50, int(left / (graph.size * 3e-6)))
             found = self._annealed(*state, deadline_s, min(proposals, most), hot, number)
+            idle += 1
             if self.cost_j(found) < self.cost_j(best):
+                gained = self.cost_j(best) - self.cost_j(found)
+                idle = 0 if gained > 2e-5 * abs(bound.cost_j) else idle
                 best = found
         return best
 
-    def _window(self, choice, window, deadline_s, seconds):  # type: ignore[no-untyped-def]
-        begin = search.earliest_starts(
-            *self.problem.graph.incoming, self.problem.tables.time[choice]
-        )
+    def _exact(self, choice: IntArray, deadline_s: float, seconds: float) -> WindowResult:
+        """The whole problem as one integer program."""
+        graph, tables = self.problem.graph, self.problem.tables
         result = optimise_window(
             self.problem,
-            window,
-            begin,
+            np.arange(graph.size),
+            search.earliest_starts(*graph.incoming, tables.time[choice]),
             choice,
             deadline_s,
             self.options.solver,
             seconds,
-            most_options=1 << 30,
         )
         if result.choice is not None:
-            length = self.length_s(self.problem.tables.time[result.choice])
+            length = self.length_s(tables.time[result.choice])
             if length > deadline_s + self._slack_s(deadline_s):
-                return type(result)(None, proven=False)
+                return WindowResult(None, proven=False)
         return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import pulp
 
 from kareus_pp.planner.linear import make_solver
@@ -33,8 +32,6 @@ def optimise_window(
     deadline_s: float,
     solver: Solver,
     time_limit_s: float,
-    candidates: FloatArray | None = None,
-    most_options: int = 16,
 ) -> WindowResult:
     """Re-optimise the instructions in a window exactly; all others keep start and option.
 
@@ -49,9 +46,6 @@ def optimise_window(
         deadline_s: End of the iteration, overhead left out.
         solver: Solver behind PuLP.
         time_limit_s: Time limit in seconds.
-        candidates: For every position in the option tables a penalty by which options of a node
-            are ranked; None takes those nearest to the present one.
-        most_options: Most options of one instruction.
     """
     graph, tables = problem.graph, problem.tables
     inside = set(window.tolist())
@@ -62,7 +56,7 @@ def optimise_window(
     duration: dict[int, pulp.LpAffineExpression] = {}
     objective = []
     for i in window.tolist():
-        shown = _shown_options(problem, i, int(choice[i]), candidates, most_options)
+        shown = range(int(tables.ptr[graph.cls[i]]), int(tables.ptr[graph.cls[i] + 1]))
         pick[i] = {o: pulp.LpVariable(f"x{i}_{o}", cat="Binary") for o in shown}
         model.addConstraint(pulp.lpSum(pick[i].values()) == 1)
         duration[i] = pulp.LpAffineExpression(
@@ -98,15 +92,3 @@ def optimise_window(
     if after >= before - 1e-9 * abs(before):
         return WindowResult(None, proven)
     return WindowResult(found, proven)
-
-
-def _shown_options(
-    problem: Problem, node: int, present: int, penalty: FloatArray | None, most: int
-) -> list[int]:
-    first, last = problem.tables.ptr[problem.graph.cls[node] : problem.graph.cls[node] + 2]
-    options = np.arange(first, last)
-    if len(options) > most:
-        rank = np.abs(options - present) if penalty is None else penalty[options]
-        keep = set(options[np.argsort(rank, kind="stable")[:most]].tolist()) | {present, int(first)}
-        return sorted(keep)
-    return [int(o) for o in options]

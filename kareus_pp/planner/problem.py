@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kareus_pp.errors import ProfileError
+from kareus_pp.evaluate import SwitchPrice
 from kareus_pp.planner.options import PlannerOptions
 from kareus_pp.profile import Option, Profile
 from kareus_pp.schedule import InstructionClass, Schedule, topological_order
@@ -119,7 +120,7 @@ class Problem:
         options: For each class number its usable options, in the profile's order.
         static_w: Blocking power of all stages together.
         overhead_s: Time of every iteration outside the graph.
-        switch_delay_s, switch_energy_j: Price of one clock switch.
+        switch: Price of one clock switch.
     """
 
     schedule: Schedule
@@ -129,8 +130,7 @@ class Problem:
     options: tuple[tuple[Option, ...], ...]
     static_w: float
     overhead_s: float
-    switch_delay_s: float
-    switch_energy_j: float
+    switch: SwitchPrice
 
     @cached_property
     def fastest_s(self) -> FloatArray:
@@ -167,7 +167,6 @@ def build_problem(schedule: Schedule, profile: Profile, options: PlannerOptions)
                 f"negative; measure it again"
             )
     usable = tuple(_usable_options(cls, profile, options) for cls in schedule.classes)
-    delay, energy = options.switch_price(profile)
     return Problem(
         schedule=schedule,
         profile=profile,
@@ -176,8 +175,7 @@ def build_problem(schedule: Schedule, profile: Profile, options: PlannerOptions)
         options=usable,
         static_w=float(sum(profile.blocking_power_w)),
         overhead_s=profile.overhead.iteration_s,
-        switch_delay_s=delay,
-        switch_energy_j=energy,
+        switch=options.switch_price(profile),
     )
 
 
