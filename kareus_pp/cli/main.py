@@ -7,6 +7,7 @@ import sys
 import typer
 
 from kareus_pp import __version__
+from kareus_pp.cli import plan, simulate
 from kareus_pp.errors import KareusError
 
 app = typer.Typer(
@@ -35,6 +36,10 @@ def _options(
     ),
 ) -> None:
     """Energy-aware pipeline-parallel training: plan, learn, simulate and inspect."""
+
+
+app.command()(plan.plan)
+app.command()(simulate.simulate)
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ class Effort:
     refine_s: float = 0.0
 
 
-QUICK = Effort(tilts=2, proposals=40)
+QUICK = Effort(tilts=2, proposals=25)
 THOROUGH = Effort(tilts=5, proposals=200)
 
 
@@ -177,6 +177,8 @@ class Engine:
             choice = self._annealed(*rounded, deadline_s, effort.proposals, HOT, 0)
             if best is None or self.cost_j(choice) < self.cost_j(best):
                 best = choice
+            if self.gap(self.solution(best, bound.cost_j)) < GOOD_GAP:
+                break
         assert best is not None
         left = effort.refine_s - (time.perf_counter() - began)
         if left > 0:
