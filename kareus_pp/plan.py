@@ -32,6 +32,8 @@ class Plan:
         gap: (energy - bound) / bound, as a fraction; None where unknown.
         target: Text form of the target that the plan was made for.
         source: Source of the energy readings behind the profile.
+        switch_delay_s: Delay of a clock switch that `time_s` counts with, in seconds.
+        switch_energy_j: Energy of a clock switch that `energy_j` counts with, in joules.
     """
 
     schedule: Schedule
@@ -42,6 +44,8 @@ class Plan:
     gap: float | None = None
     target: str = ""
     source: Source = Source.FILE
+    switch_delay_s: float = 0.0
+    switch_energy_j: float = 0.0
 
     def setting(self, instruction: Instruction) -> Setting:
         """The setting of one instruction of the schedule."""
@@ -82,6 +86,8 @@ class Plan:
             "gap": self.gap,
             "target": self.target,
             "source": self.source.value,
+            "switch_delay_s": self.switch_delay_s,
+            "switch_energy_j": self.switch_energy_j,
             "settings": [
                 [f"{i} {s}" for i, s in zip(order, row, strict=True)]
                 for order, row in zip(self.schedule.order, self.settings, strict=True)
@@ -113,6 +119,8 @@ class Plan:
             file.gap,
             file.target,
             file.source,
+            file.switch_delay_s,
+            file.switch_energy_j,
         )
         validate_plan(plan)
         for stage, (order, row) in enumerate(zip(schedule.order, settings, strict=True)):
@@ -243,4 +251,6 @@ class _PointFile(BaseModel):
     gap: float | None = None
     target: str = ""
     source: Source = Source.FILE
+    switch_delay_s: NonNegativeFloat = 0.0
+    switch_energy_j: NonNegativeFloat = 0.0
     settings: list[list[str]]

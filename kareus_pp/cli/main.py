@@ -10,6 +10,7 @@ from kareus_pp import __version__
 from kareus_pp.cli.learn import learn_command
 from kareus_pp.cli.doctor import doctor
 from kareus_pp.cli.unlock import unlock
+from kareus_pp.cli import plan, simulate
 from kareus_pp.errors import KareusError
 
 app = typer.Typer(
@@ -43,6 +44,8 @@ def _options(
 app.command("learn")(learn_command)
 app.command()(doctor)
 app.command()(unlock)
+app.command()(plan.plan)
+app.command()(simulate.simulate)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Planning: options, the integer program, bounds, frontiers, targets."""
 
-from kareus_pp.planner.api import frontier, plan
+from kareus_pp.planner.api import Planner, frontier, plan, undominated
 from kareus_pp.planner.options import PlannerOptions
 
-__all__ = ["PlannerOptions", "frontier", "plan"]
+__all__ = ["Planner", "PlannerOptions", "frontier", "plan", "undominated"]

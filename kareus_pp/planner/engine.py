@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from kareus_pp.planner import search
+from kareus_pp.planner import pushing, rounding, search
+from kareus_pp.planner.integer import WindowResult, optimise_window
 from kareus_pp.planner.linear import LinearProgram, LinearSolution
 from kareus_pp.planner.options import PlannerOptions
-from kareus_pp.planner.problem import FloatArray, IntArray, Problem
+from kareus_pp.planner.problem import FloatArray, Graph, IntArray, Problem
 
 # Relative changes of the slopes over the iteration: among equal vertices of the relaxation they
 # prefer those that put slack early or late, which leaves fewer instructions between two options.
 TILTS = (0.0, 0.05, -0.05, 0.1, -0.1)
+# Preferences for longer options in the sweeps that round the relaxation.
+KEENNESS = (1.0, 0.97, 0.9)
+# Temperatures in units of the mean energy between neighbouring options.
+HOT, COLD = 0.13, 0.004
+GOOD_GAP = 1e-4
+SMALL_PROGRAM = 400
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much work goes into one deadline before time counts.
+
+    Attributes:
+        tilts: How many variants of the relaxation are rounded.
+        proposals: Annealing proposals for each instruction and variant.
+        refine_s: Seconds to go on improving after that.
+    """
+
+    tilts: int
+    proposals: int
+    refine_s: float = 0.0
+
+
+QUICK = Effort(tilts=2, proposals=25)
+THOROUGH = Effort(tilts=5, proposals=200)
 
 
 @dataclass(frozen=True)
@@ -27,12 +54,14 @@ class Solution:
         cost_j: Sum of effective energies in joules.
         time_s: End of the last instruction, overhead left out, in seconds.
         bound_cost_j: Sum of effective energies of the linear relaxation at the same deadline.
+        wide: True where `choice` holds positions in the wide tables.
     """
 
     choice: IntArray
     cost_j: float
     time_s: float
     bound_cost_j: float
+    wide: bool = False
 
 
 class Engine:
@@ -57,8 +86,7 @@ class Engine:
 
     def length_s(self, duration_s: FloatArray) -> float:
         """Length of the longest path."""
-        graph = self.problem.graph
-        start = search.earliest_starts(graph.in_ptr, graph.in_node, graph.in_lag, duration_s)
+        start = search.earliest_starts(*self.problem.graph.incoming, duration_s)
         return float((start + duration_s).max())
 
     @cached_property
@@ -80,7 +108,9 @@ class Engine:
         """The relaxation where time has a price instead of a limit."""
         solution = self.program.solve(None, end_price_w)
         length = max(self.shortest_s, self.length_s(solution.duration_s))
-        return LinearSolution(length, solution.cost_j, solution.start_s, solution.duration_s)
+        return LinearSolution(
+            length, solution.cost_j, solution.start_s, solution.duration_s, solution.price_w
+        )
 
     def bound(self, deadline_s: float) -> LinearSolution:
         """The relaxation at a deadline."""
@@ -88,67 +118,206 @@ class Engine:
             self._bounds[deadline_s] = self.program.solve(deadline_s)
         return self._bounds[deadline_s]
 
-    def solve(self, deadline_s: float, time_limit_s: float) -> Solution:
-        """The best plan found at a deadline that is not below the shortest iteration."""
-        began = time.perf_counter()
+    def bound_cost_j(self, deadline_s: float) -> float:
+        """Least sum of effective energies of the relaxation at a deadline."""
         if deadline_s >= self.slowest_s:
-            choice = self.problem.tables.ptr[1:][self.problem.graph.cls] - 1
-            return self._solution(choice, self._cost(choice))
+            return self.cost_j(self._slowest_choice)
+        return self.bound(deadline_s).cost_j
+
+    def bound_energy_j(self, deadline_s: float) -> float:
+        """Total energy of the relaxation at a deadline."""
+        return self.problem.energy_j(
+            self.bound_cost_j(deadline_s), deadline_s + self.problem.overhead_s
+        )
+
+    @property
+    def _slowest_choice(self) -> IntArray:
+        return self.problem.tables.ptr[1:][self.problem.graph.cls] - 1
+
+    def cost_j(self, choice: IntArray) -> float:
+        """Sum of effective energies of a choice."""
+        return float(self.problem.tables.cost[choice].sum())
+
+    def solution(self, choice: IntArray, bound_cost_j: float) -> Solution:
+        """A choice with its figures."""
+        length = self.length_s(self.problem.tables.time[choice])
+        return Solution(choice, self.cost_j(choice), length, bound_cost_j)
+
+    def gap(self, solution: Solution) -> float:
+        """The gap of a solution to its bound, relative to the bound on total energy."""
+        whole = self.problem.energy_j(
+            solution.bound_cost_j, solution.time_s + self.problem.overhead_s
+        )
+        excess = max(0.0, solution.cost_j - solution.bound_cost_j)
+        return excess / whole if whole > 0 else 0.0
+
+    @cached_property
+    def step_j(self) -> float:
+        """Mean energy between neighbouring options, the unit of temperatures."""
+        graph, tables = self.problem.graph, self.problem.tables
+        steps = (tables.ptr[1:] - tables.ptr[:-1] - 1).clip(1)[graph.cls]
+        spread = tables.cost[tables.ptr[:-1]] - tables.cost[tables.ptr[1:] - 1]
+        return float((spread[graph.cls] / steps).mean()) or 1.0
+
+    def solve(self, deadline_s: float, effort: Effort = THOROUGH) -> Solution:
+        """The best plan found at a deadline that is not below the shortest iteration."""
+        if deadline_s >= self.slowest_s:
+            choice = self._slowest_choice
+            return self.solution(choice, self.cost_j(choice))
+        began = time.perf_counter()
+        limit = max(effort.refine_s, 0.0) if effort.refine_s else float("inf")
         bound = self.bound(deadline_s)
-        best = self._round(bound, deadline_s, bound.cost_j)
-        earliest = search.earliest_starts(*self._incoming, self.problem.fastest_s)
-        place = 2 * earliest / (earliest.max() or 1.0) - 1
-        for tilt in TILTS[1:]:
-            if time.perf_counter() - began > time_limit_s:
+        best: IntArray | None = None
+        starts = []
+        for tilt in TILTS[: effort.tilts]:
+            if best is not None and time.perf_counter() - began > limit:
                 break
-            slope = self.program.slope * (1 + tilt * place[self.program.owner])
-            tilted = self.program.solve(deadline_s, 0.0, slope)
-            found = self._round(tilted, deadline_s, bound.cost_j)
-            if found.cost_j < best.cost_j:
+            rounded = self._rounded(self._tilted(deadline_s, tilt), deadline_s)
+            starts.append(rounded)
+            choice = self._annealed(*rounded, deadline_s, effort.proposals, HOT, 0)
+            if best is None or self.cost_j(choice) < self.cost_j(best):
+                best = choice
+            if self.gap(self.solution(best, bound.cost_j)) < GOOD_GAP:
+                break
+        assert best is not None
+        left = effort.refine_s - (time.perf_counter() - began)
+        if left > 0:
+            best = self._refined(best, starts, bound, deadline_s, left)
+        return self.solution(best, bound.cost_j)
+
+    def _tilted(self, deadline_s: float, tilt: float) -> LinearSolution:
+        if tilt == 0.0:
+            return self.bound(deadline_s)
+        earliest = search.earliest_starts(*self.problem.graph.incoming, self.problem.fastest_s)
+        place = 2 * earliest / (earliest.max() or 1.0) - 1
+        slope = self.program.slope * (1 + tilt * place[self.program.owner])
+        return self.program.solve(deadline_s, 0.0, slope)
+
+    def _slack_s(self, deadline_s: float) -> float:
+        return 1e-12 * deadline_s
+
+    def _rounded(self, relaxed: LinearSolution, deadline_s: float) -> tuple[FloatArray, IntArray]:
+        """Start times and options from the relaxation: the best of a few roundings."""
+        graph, tables = self.problem.graph, self.problem.tables
+        slack = self._slack_s(deadline_s)
+        lists = (tables.ptr, tables.time)
+        start = search.earliest_starts(*graph.incoming, relaxed.duration_s)
+        start = np.minimum(
+            start, search.latest_starts(*graph.outgoing, self.problem.fastest_s, deadline_s)
+        )
+        choice = search.fit_options(start, deadline_s, slack, *graph.outgoing, graph.cls, *lists)
+        best = (self.cost_j(choice), start, choice)
+        for turned in (False, True):
+            side = graph.reversed if turned else graph
+            order = slice(None, None, -1) if turned else slice(None)
+            duration = relaxed.duration_s[order].copy()
+            latest = search.latest_starts(*side.outgoing, duration, deadline_s) + duration
+            price = relaxed.price_w[order].copy()
+            for keen in KEENNESS:
+                start, choice = rounding.sweep(
+                    latest, price, keen, slack, *side.incoming, side.cls, *lists, tables.cost
+                )
+                cost = self.cost_j(choice)
+                length = float((start + tables.time[choice]).max())
+                if cost < best[0] and length <= deadline_s + slack:
+                    if turned:
+                        start, choice = self._turned(start, choice, side, deadline_s)
+                    best = (cost, start, choice)
+        return best[1], best[2]
+
+    def _turned(
+        self, start: FloatArray, choice: IntArray, side: Graph, deadline_s: float
+    ) -> tuple[FloatArray, IntArray]:
+        return (
+            pushing.reverse_starts(start, deadline_s, *side.outgoing),
+            choice[::-1].copy(),
+        )
+
+    def _annealed(
+        self,
+        start: FloatArray,
+        choice: IntArray,
+        deadline_s: float,
+        proposals: int,
+        hot: float,
+        seed: int,
+    ) -> IntArray:
+        """Anneal by single moves and pushes, forwards and backwards in turn."""
+        graph, tables = self.problem.graph, self.problem.tables
+        slack = self._slack_s(deadline_s)
+        table = (tables.ptr, tables.time, tables.cost)
+        best, turns = choice, 4
+        start = start.copy()
+        count = proposals * graph.size // turns
+        ratio = (COLD / hot) ** (1 / turns)
+        for turn in range(turns):
+            side = graph.reversed if turn % 2 else graph
+            lists = (*side.incoming, *side.outgoing, side.cls, *table)
+            high, low = (hot * self.step_j * ratio ** (turn + k) for k in (0, 1))
+            number = self.options.seed + 7919 * seed + turn
+            choice = search.fit_options(
+                start, deadline_s, slack, *side.outgoing, side.cls, tables.ptr, tables.time
+            )
+            search.anneal(start, choice, deadline_s, slack, high, low, count, 3, number, *lists)
+            pushing.push(
+                start, choice, deadline_s, slack, high, low, count, 0.3, 40, number, *lists
+            )
+            start, choice = self._turned(start, choice, side, deadline_s)
+        return choice if self.cost_j(choice) < self.cost_j(best) else best
+
+    def _refined(
+        self,
+        best: IntArray,
+        starts: list[tuple[FloatArray, IntArray]],
+        bound: LinearSolution,
+        deadline_s: float,
+        seconds: float,
+    ) -> IntArray:
+        """Go on until time is up, the gap is small or the optimum is proven."""
+        end = time.perf_counter() + seconds
+        graph, tables = self.problem.graph, self.problem.tables
+        sizes = (tables.ptr[1:] - tables.ptr[:-1])[graph.cls]
+        if int(sizes.sum()) <= SMALL_PROGRAM:
+            result = self._exact(best, deadline_s, seconds)
+            best = best if result.choice is None else result.choice
+            if result.proven:
+                return best
+        proposals, idle = 400, 0
+        for number in itertools.count(1):
+            left = end - time.perf_counter()
+            small = self.gap(self.solution(best, bound.cost_j)) < GOOD_GAP
+            if left <= 0 or small or idle > 2 * (len(starts) + 1):
+                break
+            if number % (len(starts) + 1) == 0:
+                begin = search.earliest_starts(*graph.incoming, tables.time[best])
+                state, hot = (begin, best), 0.06
+                proposals *= 2
+            else:
+                state, hot = starts[number % (len(starts) + 1) - 1], HOT * (1 + number % 2)
+            # A proposal of each sort takes about 3 microseconds; do not overrun.
+            most = max(50, int(left / (graph.size * 3e-6)))
+            found = self._annealed(*state, deadline_s, min(proposals, most), hot, number)
+            idle += 1
+            if self.cost_j(found) < self.cost_j(best):
+                gained = self.cost_j(best) - self.cost_j(found)
+                idle = 0 if gained > 2e-5 * abs(bound.cost_j) else idle
                 best = found
         return best
 
-    @property
-    def _incoming(self) -> tuple[IntArray, IntArray, FloatArray]:
-        graph = self.problem.graph
-        return graph.in_ptr, graph.in_node, graph.in_lag
-
-    @property
-    def _outgoing(self) -> tuple[IntArray, IntArray, FloatArray]:
-        graph = self.problem.graph
-        return graph.out_ptr, graph.out_node, graph.out_lag
-
-    def _cost(self, choice: IntArray) -> float:
-        return float(self.problem.tables.cost[choice].sum())
-
-    def _solution(self, choice: IntArray, bound_cost_j: float) -> Solution:
-        duration = self.problem.tables.time[choice]
-        return Solution(choice, self._cost(choice), self.length_s(duration), bound_cost_j)
-
-    def _round(self, relaxed: LinearSolution, deadline_s: float, bound_cost_j: float) -> Solution:
+    def _exact(self, choice: IntArray, deadline_s: float, seconds: float) -> WindowResult:
+        """The whole problem as one integer program."""
         graph, tables = self.problem.graph, self.problem.tables
-        slack = 1e-12 * deadline_s
-        start = search.earliest_starts(*self._incoming, relaxed.duration_s)
-        late = search.latest_starts(*self._outgoing, self.problem.fastest_s, deadline_s)
-        start = np.minimum(start, late)
-        lists = (graph.cls, tables.ptr, tables.time)
-        choice = search.fit_options(start, deadline_s, slack, *self._outgoing, *lists)
-        steps = (tables.ptr[1:] - tables.ptr[:-1]).clip(1)[graph.cls]
-        spread = tables.cost[tables.ptr[:-1]] - tables.cost[tables.ptr[1:] - 1]
-        step_j = float((spread[graph.cls] / steps).mean()) or 1.0
-        search.anneal(
-            start,
+        result = optimise_window(
+            self.problem,
+            np.arange(graph.size),
+            search.earliest_starts(*graph.incoming, tables.time[choice]),
             choice,
             deadline_s,
-            slack,
-            0.1 * step_j,
-            0.005 * step_j,
-            500 * graph.size,
-            3,
-            self.options.seed,
-            *self._incoming,
-            *self._outgoing,
-            *lists,
-            tables.cost,
+            self.options.solver,
+            seconds,
         )
-        return self._solution(choice, bound_cost_j)
+        if result.choice is not None:
+            length = self.length_s(tables.time[result.choice])
+            if length > deadline_s + self._slack_s(deadline_s):
+                return WindowResult(None, proven=False)
+        return result

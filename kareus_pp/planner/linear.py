@@ -30,12 +30,15 @@ class LinearSolution:
         cost_j: Sum of effective energies in joules.
         start_s: Start of every node.
         duration_s: Duration of every node.
+        price_w: For every node the joules that one second less would save: the dual flow through
+            it. Only what was solved at a deadline has meaningful prices.
     """
 
     time_s: float
     cost_j: float
     start_s: FloatArray
     duration_s: FloatArray
+    price_w: FloatArray
 
 
 class LinearProgram:
@@ -79,6 +82,7 @@ class LinearProgram:
         model.setObjective(
             pulp.LpAffineExpression([*zip(flat, slope, strict=True), (self.end, 1.0)])
         )
+        row_node: list[int] = []
         for node in range(graph.size):
             grows = [(variable, -1.0) for variable in segments[node]]
             low, high = graph.in_ptr[node], graph.in_ptr[node + 1]
@@ -89,12 +93,16 @@ class LinearProgram:
             ):
                 row = pulp.LpAffineExpression([(finish[node], 1.0), (finish[before], -1.0), *grows])
                 model.addConstraint(row >= fastest[node] + lag)
+                row_node.append(node)
             if low == high:
                 row = pulp.LpAffineExpression([(finish[node], 1.0), *grows])
                 model.addConstraint(row >= fastest[node])
+                row_node.append(node)
             if graph.out_ptr[node] == graph.out_ptr[node + 1]:
                 model.addConstraint(self.end - finish[node] >= 0)
+                row_node.append(graph.size)
         self.model = model
+        self._row_node = np.array(row_node, np.int64)
         self._finish, self._flat = finish, flat
         self._owner = np.array(owner, np.int64)
         self.slope = np.array(slope)
@@ -136,21 +144,24 @@ class LinearProgram:
         wanted = (self.slope if slope is None else slope) * unit
         deadline = None if deadline_s is None else deadline_s * self._second
         solve = self._solve_warm if self._warm else self._solve_anew
-        finish, taken, end = (
-            value / self._second for value in solve(deadline, end_price_w * unit, wanted)
-        )
+        *times, dual = solve(deadline, end_price_w * unit, wanted)
+        finish, taken, end = (value / self._second for value in times)
         graph = self._problem.graph
         grown = np.bincount(self._owner, weights=taken, minlength=graph.size)
         duration = np.clip(
             self._problem.fastest_s + grown, self._problem.fastest_s, self._problem.slowest_s
         )
         return LinearSolution(
-            float(end), self._base_cost + float(self.slope @ taken), finish - duration, duration
+            float(end),
+            self._base_cost + float(self.slope @ taken),
+            finish - duration,
+            duration,
+            np.bincount(self._row_node, weights=dual, minlength=graph.size + 1)[:-1] / unit,
         )
 
     def _solve_warm(
         self, deadline: float | None, end_price: float, slope: FloatArray
-    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         highs = self.model.solverModel
         low, high = (0.0, np.inf) if deadline is None else (deadline, deadline)
         highs.changeColBounds(self._end_column, low, high)
@@ -161,16 +172,18 @@ class LinearProgram:
         status = highs.modelStatusToString(highs.getModelStatus())
         if status != "Optimal":
             raise PlanError(f"the linear program ended as {status!r}")
-        value = np.array(highs.getSolution().col_value)
+        solution = highs.getSolution()
+        value = np.array(solution.col_value)
         return (
             value[self._finish_columns],
             value[self._flat_columns] if len(self._flat_columns) else np.zeros(0),
             value[self._end_column],
+            np.array(solution.row_dual),
         )
 
     def _solve_anew(
         self, deadline: float | None, end_price: float, slope: FloatArray
-    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         self.end.lowBound, self.end.upBound = (
             (0.0, None) if deadline is None else (deadline, deadline)
         )
@@ -186,6 +199,7 @@ class LinearProgram:
             np.array([v.varValue for v in self._finish]),
             np.array([v.varValue or 0.0 for v in self._flat]),
             np.array(self.end.varValue or 0.0),
+            np.array([row.pi or 0.0 for row in self.model.constraints.values()]),
         )
 
 
@@ -227,7 +241,7 @@ def _swallow_banner() -> None:
     try:
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), 1)
-            highspy.Highs()
+            highspy.Highs()  # type: ignore[no-untyped-call]
             flush(None)
     finally:
         os.dup2(saved, 1)

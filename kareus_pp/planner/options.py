@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from kareus_pp.errors import ConfigError
+from kareus_pp.evaluate import SwitchPrice
 from kareus_pp.profile import Profile
 
 if TYPE_CHECKING:
@@ -80,12 +81,12 @@ class PlannerOptions:
             clocks_mhz=config.clocks_mhz,
         )
 
-    def switch_price(self, profile: Profile) -> tuple[float, float]:
-        """Delay in seconds and energy in joules of one clock switch."""
+    def switch_price(self, profile: Profile) -> SwitchPrice:
+        """Price of one clock switch."""
         delay = self.switch_delay_s
         if delay is None:
             delay = profile.device.switch_latency_s
-        return delay or 0.0, self.switch_energy_j or 0.0
+        return SwitchPrice(delay or 0.0, self.switch_energy_j or 0.0)
 
     def allowed_clocks(self, stage: int) -> frozenset[int] | None:
         """Clocks that a stage may use; None where all may be used."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kareus_pp.errors import ProfileError
+from kareus_pp.evaluate import SwitchPrice
 from kareus_pp.planner.options import PlannerOptions
 from kareus_pp.profile import Option, Profile
 from kareus_pp.schedule import InstructionClass, Schedule, topological_order
@@ -50,6 +51,29 @@ class Graph:
     def size(self) -> int:
         """Number of instructions."""
         return len(self.node)
+
+    @cached_property
+    def incoming(self) -> tuple[IntArray, IntArray, FloatArray]:
+        """The arrays of predecessors, as compiled functions take them."""
+        return self.in_ptr, self.in_node, self.in_lag
+
+    @cached_property
+    def outgoing(self) -> tuple[IntArray, IntArray, FloatArray]:
+        """The arrays of successors, as compiled functions take them."""
+        return self.out_ptr, self.out_node, self.out_lag
+
+    @cached_property
+    def reversed(self) -> Graph:
+        """The graph with every edge turned round; node `i` becomes `size - 1 - i`."""
+        return Graph(
+            self.node[::-1].copy(),
+            self.stage[::-1].copy(),
+            self.cls[::-1].copy(),
+            _mirrored(self.following),
+            _mirrored(self.previous),
+            *_reversed_lists(*self.outgoing),
+            *_reversed_lists(*self.incoming),
+        )
 
 
 @dataclass(frozen=True)
@@ -96,7 +120,7 @@ class Problem:
         options: For each class number its usable options, in the profile's order.
         static_w: Blocking power of all stages together.
         overhead_s: Time of every iteration outside the graph.
-        switch_delay_s, switch_energy_j: Price of one clock switch.
+        switch: Price of one clock switch.
     """
 
     schedule: Schedule
@@ -106,8 +130,7 @@ class Problem:
     options: tuple[tuple[Option, ...], ...]
     static_w: float
     overhead_s: float
-    switch_delay_s: float
-    switch_energy_j: float
+    switch: SwitchPrice
 
     @cached_property
     def fastest_s(self) -> FloatArray:
@@ -144,7 +167,6 @@ def build_problem(schedule: Schedule, profile: Profile, options: PlannerOptions)
                 f"negative; measure it again"
             )
     usable = tuple(_usable_options(cls, profile, options) for cls in schedule.classes)
-    delay, energy = options.switch_price(profile)
     return Problem(
         schedule=schedule,
         profile=profile,
@@ -153,8 +175,7 @@ def build_problem(schedule: Schedule, profile: Profile, options: PlannerOptions)
         options=usable,
         static_w=float(sum(profile.blocking_power_w)),
         overhead_s=profile.overhead.iteration_s,
-        switch_delay_s=delay,
-        switch_energy_j=energy,
+        switch=options.switch_price(profile),
     )
 
 
@@ -232,6 +253,18 @@ def build_graph(schedule: Schedule, p2p_s: float) -> Graph:
         after[by_before],
         lag[by_before],
     )
+
+
+def _mirrored(neighbour: IntArray) -> IntArray:
+    turned = neighbour[::-1]
+    return np.where(turned < 0, -1, len(turned) - 1 - turned)
+
+
+def _reversed_lists(
+    ptr: IntArray, node: IntArray, lag: FloatArray
+) -> tuple[IntArray, IntArray, FloatArray]:
+    # Lists of the last node come first; within each list the order is turned round too.
+    return len(node) - ptr[::-1], len(ptr) - 2 - node[::-1], lag[::-1].copy()
 
 
 def _grouped(key: IntArray, size: int) -> tuple[IntArray, IntArray]:

@@ -157,7 +157,7 @@ def anneal(
     """
     np.random.seed(seed)
     size = len(start)
-    new_choice = np.empty(16, np.int64)
+    new_choice = np.empty((in_ptr[1:] - in_ptr[:-1]).max() + 1, np.int64)
     total = 0.0
     cooling = math.log(cold / hot) / max(1, proposals)
     temperature = hot
