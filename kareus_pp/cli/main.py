@@ -7,10 +7,10 @@ import sys
 import typer
 
 from kareus_pp import __version__
-from kareus_pp.cli.learn import learn_command
-from kareus_pp.cli.doctor import doctor
-from kareus_pp.cli.unlock import unlock
 from kareus_pp.cli import plan, simulate
+from kareus_pp.cli.doctor import doctor
+from kareus_pp.cli.learn import learn_command
+from kareus_pp.cli.unlock import unlock
 from kareus_pp.errors import KareusError
 
 app = typer.Typer(

@@ -15,9 +15,9 @@ from enum import Enum
 from kareus_pp.config import KareusConfig
 from kareus_pp.errors import KareusError
 from kareus_pp.measure.runs import IterationRecord, PlanRun, Runs
+from kareus_pp.measure.runs_file import save_runs
 from kareus_pp.plan import Plan, Settings
 from kareus_pp.profile import Profile, Source
-from kareus_pp.runtime._runs_io import save_runs
 from kareus_pp.runtime.drift import DriftWatch
 from kareus_pp.runtime.events import EventLog
 from kareus_pp.runtime.gathering import Gathered, gather_records, gather_schedule

@@ -13,9 +13,9 @@ from typing import Any
 from kareus_pp.config import PlannerConfig, ProfilingConfig
 from kareus_pp.errors import KareusError
 from kareus_pp.measure import ExperimentDesign, learn
+from kareus_pp.measure.runs_file import load_runs
 from kareus_pp.planner import PlannerOptions, frontier, plan
 from kareus_pp.profile import Profile
-from kareus_pp.runtime._runs_io import load_runs
 from kareus_pp.schedule import Schedule
 from kareus_pp.target import parse_target
 

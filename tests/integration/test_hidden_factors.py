@@ -43,7 +43,9 @@ def pipeline(seed: int) -> VirtualPipeline:
         for kind, times in ((Kind.FORWARD, 1.0), (Kind.BACKWARD, 2.0))
     }
     overhead = Overhead(iteration_s=0.02, p2p_s=0.0005)
-    return VirtualPipeline(build_1f1b(STAGES, MICROBATCHES), works, config=config, overhead=overhead)
+    return VirtualPipeline(
+        build_1f1b(STAGES, MICROBATCHES), works, config=config, overhead=overhead
+    )
 
 
 def measured(iterations: Sequence[IterationRecord]) -> tuple[float, float]:
