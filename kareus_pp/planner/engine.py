@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -106,9 +106,7 @@ class Engine:
         """The relaxation where time has a price instead of a limit."""
         solution = self.program.solve(None, end_price_w)
         length = max(self.shortest_s, self.length_s(solution.duration_s))
-        return LinearSolution(
-            length, solution.cost_j, solution.start_s, solution.duration_s, solution.price_w
-        )
+        return replace(solution, time_s=length)
 
     def bound(self, deadline_s: float) -> LinearSolution:
         """The relaxation at a deadline."""

@@ -32,6 +32,7 @@ class LinearSolution:
         duration_s: Duration of every node.
         price_w: For every node the joules that one second less would save: the dual flow through
             it. Only what was solved at a deadline has meaningful prices.
+        row_price_w: The dual flow through every row of the program.
     """
 
     time_s: float
@@ -39,6 +40,7 @@ class LinearSolution:
     start_s: FloatArray
     duration_s: FloatArray
     price_w: FloatArray
+    row_price_w: FloatArray
 
 
 class LinearProgram:
@@ -85,11 +87,13 @@ class LinearProgram:
             pulp.LpAffineExpression([*zip(flat, slope, strict=True), (self.end, 1.0)])
         )
         row_node: list[int] = []
+        row_lag: list[float] = []
         rows: list[Any] = []
 
-        def add_row(row: Any, node: int) -> None:
+        def add_row(row: Any, node: int, lag: float = 0.0) -> None:
             rows.append(row)
             row_node.append(node)
+            row_lag.append(lag / self._second)
             model.addConstraint(row)
 
         for node in range(graph.size):
@@ -101,7 +105,7 @@ class LinearProgram:
                 strict=True,
             ):
                 row = pulp.LpAffineExpression([(finish[node], 1.0), (finish[before], -1.0), *grows])
-                add_row(row >= fastest[node] + lag, node)
+                add_row(row >= fastest[node] + lag, node, lag)
             if low == high:
                 row = pulp.LpAffineExpression([(finish[node], 1.0), *grows])
                 add_row(row >= fastest[node], node)
@@ -109,7 +113,10 @@ class LinearProgram:
                 add_row(self.end - finish[node] >= 0, graph.size)
         self.model = model
         self._rows = rows
-        self._row_node = np.array(row_node, np.int64)
+        #: For every row the node it leads to; the number of nodes where it leads to the end.
+        self.row_node = np.array(row_node, np.int64)
+        #: For every row its latency in seconds.
+        self.row_lag_s = np.array(row_lag)
         self._finish, self._flat = finish, flat
         self._owner = np.array(owner, np.int64)
         self.slope = np.array(slope)
@@ -163,7 +170,8 @@ class LinearProgram:
             self._base_cost + float(self.slope @ taken),
             finish - duration,
             duration,
-            np.bincount(self._row_node, weights=dual, minlength=graph.size + 1)[:-1] / unit,
+            np.bincount(self.row_node, weights=dual, minlength=graph.size + 1)[:-1] / unit,
+            dual / unit,
         )
 
     def _solve_warm(
