@@ -11,6 +11,7 @@ from kareus_pp.errors import PlanError
 from kareus_pp.evaluate import FREE_SWITCHES, evaluate
 from kareus_pp.plan import Frontier, Plan, Settings
 from kareus_pp.planner.engine import QUICK, Engine, Solution
+from kareus_pp.planner.grouping import make_engine
 from kareus_pp.planner.options import PlannerOptions
 from kareus_pp.planner.problem import Problem, build_problem
 from kareus_pp.planner.switching import SwitchEngine
@@ -93,7 +94,7 @@ class Planner:
             self._engine = SwitchEngine(self.problem, self.options)
             self._relaxation = self._engine.free
         else:
-            self._engine = self._relaxation = Engine(self.problem, self.options)
+            self._engine = self._relaxation = make_engine(self.problem, self.options)
 
     @property
     def method(self) -> str:

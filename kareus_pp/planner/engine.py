@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from kareus_pp.planner import pushing, rounding, search
-from kareus_pp.planner.integer import WindowResult, optimise_window
 from kareus_pp.planner.linear import LinearProgram, LinearSolution
 from kareus_pp.planner.options import PlannerOptions
 from kareus_pp.planner.problem import FloatArray, Graph, IntArray, Problem
@@ -23,7 +22,6 @@ KEENNESS = (1.0, 0.97, 0.9)
 # Temperatures in units of the mean energy between neighbouring options.
 HOT, COLD = 0.13, 0.004
 GOOD_GAP = 1e-4
-SMALL_PROGRAM = 400
 
 
 @dataclass(frozen=True)
@@ -108,9 +106,7 @@ class Engine:
         """The relaxation where time has a price instead of a limit."""
         solution = self.program.solve(None, end_price_w)
         length = max(self.shortest_s, self.length_s(solution.duration_s))
-        return LinearSolution(
-            length, solution.cost_j, solution.start_s, solution.duration_s, solution.price_w
-        )
+        return replace(solution, time_s=length)
 
     def bound(self, deadline_s: float) -> LinearSolution:
         """The relaxation at a deadline."""
@@ -273,15 +269,9 @@ class Engine:
         deadline_s: float,
         seconds: float,
     ) -> IntArray:
-        """Go on until time is up, the gap is small or the optimum is proven."""
+        """Go on until time is up, the gap is small or nothing is gained any more."""
         end = time.perf_counter() + seconds
         graph, tables = self.problem.graph, self.problem.tables
-        sizes = (tables.ptr[1:] - tables.ptr[:-1])[graph.cls]
-        if int(sizes.sum()) <= SMALL_PROGRAM:
-            result = self._exact(best, deadline_s, seconds)
-            best = best if result.choice is None else result.choice
-            if result.proven:
-                return best
         proposals, idle = 400, 0
         for number in itertools.count(1):
             left = end - time.perf_counter()
@@ -303,21 +293,3 @@ class Engine:
                 idle = 0 if gained > 2e-5 * abs(bound.cost_j) else idle
                 best = found
         return best
-
-    def _exact(self, choice: IntArray, deadline_s: float, seconds: float) -> WindowResult:
-        """The whole problem as one integer program."""
-        graph, tables = self.problem.graph, self.problem.tables
-        result = optimise_window(
-            self.problem,
-            np.arange(graph.size),
-            search.earliest_starts(*graph.incoming, tables.time[choice]),
-            choice,
-            deadline_s,
-            self.options.solver,
-            seconds,
-        )
-        if result.choice is not None:
-            length = self.length_s(tables.time[result.choice])
-            if length > deadline_s + self._slack_s(deadline_s):
-                return WindowResult(None, proven=False)
-        return result

@@ -32,6 +32,7 @@ class LinearSolution:
         duration_s: Duration of every node.
         price_w: For every node the joules that one second less would save: the dual flow through
             it. Only what was solved at a deadline has meaningful prices.
+        row_price_w: The dual flow through every row of the program.
     """
 
     time_s: float
@@ -39,6 +40,7 @@ class LinearSolution:
     start_s: FloatArray
     duration_s: FloatArray
     price_w: FloatArray
+    row_price_w: FloatArray
 
 
 class LinearProgram:
@@ -59,8 +61,8 @@ class LinearProgram:
         spread = tables.cost[tables.ptr[:-1]] - tables.cost[tables.ptr[1:] - 1]
         self._joule = 1.0 / (float(spread[graph.cls].mean()) or 1.0)
         model = pulp.LpProblem("pipeline", pulp.LpMinimize)
-        self.end = pulp.LpVariable("end", 0)
-        finish = [pulp.LpVariable(f"y{i}", 0) for i in range(graph.size)]
+        self.end = add_variable(model, "end", 0)
+        finish = [add_variable(model, f"y{i}", 0) for i in range(graph.size)]
         segments: list[list[Any]] = []
         owner: list[int] = []
         slope: list[float] = []
@@ -73,7 +75,9 @@ class LinearProgram:
             )
         for node, cls in enumerate(graph.cls.tolist()):
             lengths, slopes = hulls[cls]
-            own = [pulp.LpVariable(f"x{node}_{k}", 0, length) for k, length in enumerate(lengths)]
+            own = [
+                add_variable(model, f"x{node}_{k}", 0, length) for k, length in enumerate(lengths)
+            ]
             segments.append(own)
             owner.extend([node] * len(own))
             slope.extend(slopes)
@@ -83,6 +87,15 @@ class LinearProgram:
             pulp.LpAffineExpression([*zip(flat, slope, strict=True), (self.end, 1.0)])
         )
         row_node: list[int] = []
+        row_lag: list[float] = []
+        rows: list[Any] = []
+
+        def add_row(row: Any, node: int, lag: float = 0.0) -> None:
+            rows.append(row)
+            row_node.append(node)
+            row_lag.append(lag / self._second)
+            model.addConstraint(row)
+
         for node in range(graph.size):
             grows = [(variable, -1.0) for variable in segments[node]]
             low, high = graph.in_ptr[node], graph.in_ptr[node + 1]
@@ -92,17 +105,18 @@ class LinearProgram:
                 strict=True,
             ):
                 row = pulp.LpAffineExpression([(finish[node], 1.0), (finish[before], -1.0), *grows])
-                model.addConstraint(row >= fastest[node] + lag)
-                row_node.append(node)
+                add_row(row >= fastest[node] + lag, node, lag)
             if low == high:
                 row = pulp.LpAffineExpression([(finish[node], 1.0), *grows])
-                model.addConstraint(row >= fastest[node])
-                row_node.append(node)
+                add_row(row >= fastest[node], node)
             if graph.out_ptr[node] == graph.out_ptr[node + 1]:
-                model.addConstraint(self.end - finish[node] >= 0)
-                row_node.append(graph.size)
+                add_row(self.end - finish[node] >= 0, graph.size)
         self.model = model
-        self._row_node = np.array(row_node, np.int64)
+        self._rows = rows
+        #: For every row the node it leads to; the number of nodes where it leads to the end.
+        self.row_node = np.array(row_node, np.int64)
+        #: For every row its latency in seconds.
+        self.row_lag_s = np.array(row_lag)
         self._finish, self._flat = finish, flat
         self._owner = np.array(owner, np.int64)
         self.slope = np.array(slope)
@@ -156,7 +170,8 @@ class LinearProgram:
             self._base_cost + float(self.slope @ taken),
             finish - duration,
             duration,
-            np.bincount(self._row_node, weights=dual, minlength=graph.size + 1)[:-1] / unit,
+            np.bincount(self.row_node, weights=dual, minlength=graph.size + 1)[:-1] / unit,
+            dual / unit,
         )
 
     def _solve_warm(
@@ -199,8 +214,17 @@ class LinearProgram:
             np.array([v.varValue for v in self._finish]),
             np.array([v.varValue or 0.0 for v in self._flat]),
             np.array(self.end.varValue or 0.0),
-            np.array([row.pi or 0.0 for row in self.model.constraints.values()]),
+            np.array([row.pi or 0.0 for row in self._rows]),
         )
+
+
+def add_variable(
+    model: Any, name: str, low: float, high: float | None = None, category: str = "Continuous"
+) -> Any:
+    """A variable of a PuLP model, by the call that this version of PuLP wants."""
+    if hasattr(model, "add_variable"):
+        return model.add_variable(name, low, high, category)
+    return pulp.LpVariable(name, low, high, category)
 
 
 def make_solver(name: Solver, **limits: Any) -> Any:

@@ -238,8 +238,8 @@ def build_graph(schedule: Schedule, p2p_s: float) -> Graph:
         previous[nodes[1:]] = nodes[:-1]
         following[nodes[:-1]] = nodes[1:]
         first += len(row)
-    in_ptr, by_after = _grouped(after, size)
-    out_ptr, by_before = _grouped(before, size)
+    in_ptr, by_after = grouped(after, size)
+    out_ptr, by_before = grouped(before, size)
     return Graph(
         order,
         stage[order],
@@ -267,7 +267,8 @@ def _reversed_lists(
     return len(node) - ptr[::-1], len(ptr) - 2 - node[::-1], lag[::-1].copy()
 
 
-def _grouped(key: IntArray, size: int) -> tuple[IntArray, IntArray]:
+def grouped(key: IntArray, size: int) -> tuple[IntArray, IntArray]:
+    """Edges sorted by their node: where the list of each node begins, and the order."""
     ptr = np.zeros(size + 1, np.int64)
     np.cumsum(np.bincount(key, minlength=size), out=ptr[1:])
     return ptr, np.argsort(key, kind="stable").astype(np.int64)

@@ -16,7 +16,8 @@ import numpy as np
 
 from kareus_pp.errors import PlanError
 from kareus_pp.planner import switch_search
-from kareus_pp.planner.engine import COLD, GOOD_GAP, QUICK, THOROUGH, Effort, Engine, Solution
+from kareus_pp.planner.engine import COLD, GOOD_GAP, QUICK, THOROUGH, Effort, Solution
+from kareus_pp.planner.grouping import make_engine
 from kareus_pp.planner.options import PlannerOptions
 from kareus_pp.planner.problem import FloatArray, IntArray, Problem
 
@@ -51,7 +52,7 @@ class SwitchEngine:
     def __init__(self, problem: Problem, options: PlannerOptions) -> None:
         self.problem = problem
         self.options = options
-        self.free = Engine(problem, options)
+        self.free = make_engine(problem, options)
 
     @property
     def longest_useful_s(self) -> float:

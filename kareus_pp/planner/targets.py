@@ -15,6 +15,8 @@ import numpy as np
 
 from kareus_pp.errors import TargetError
 from kareus_pp.planner.engine import THOROUGH, Effort, Engine, Solution
+from kareus_pp.planner.exact import ExactTargets
+from kareus_pp.planner.integer import SMALL, binaries
 from kareus_pp.planner.problem import Problem
 from kareus_pp.target import (
     Cost,
@@ -67,9 +69,14 @@ def solve_target(
     Raises:
         TargetError: The target cannot be met; the message says what can.
     """
-    solution = _solve(engine, relaxation, target, refine_s)
+    small = engine is relaxation and binaries(engine.problem) <= SMALL
+    exact = ExactTargets(relaxation, refine_s) if small and refine_s > 0 else None
+    solution = exact.solve(target) if exact else None
+    if solution is None:
+        solution = _solve(engine, relaxation, target, refine_s)
     if cap_w is not None and _power_w(engine.problem, solution) > cap_w:
-        return _within_power(engine, cap_w, refine_s)
+        capped = exact.solve(PowerCap(cap_w)) if exact else None
+        return capped or _within_power(engine, relaxation, cap_w, refine_s)
     return solution
 
 
@@ -94,7 +101,7 @@ def _solve(engine: AnyEngine, relaxation: Engine, target: Target, refine_s: floa
     if isinstance(target, EnergyBudget):
         return _within_energy(engine, target.energy_j, refine_s)
     if isinstance(target, PowerCap):
-        return _within_power(engine, target.power_w, refine_s)
+        return _within_power(engine, relaxation, target.power_w, refine_s)
     if isinstance(target, Cost):
         if target.per_joule == 0:
             return engine.solve(shortest, effort)
@@ -116,6 +123,7 @@ def _within_energy(engine: AnyEngine, budget_j: float, refine_s: float) -> Solut
     problem = engine.problem
     found = _shortest_within(
         engine,
+        engine.longest_useful_s,
         lambda deadline: engine.bound_energy_j(deadline) - budget_j,
         lambda solution: _energy_j(problem, solution) - budget_j,
         refine_s,
@@ -129,10 +137,12 @@ def _within_energy(engine: AnyEngine, budget_j: float, refine_s: float) -> Solut
     return solution
 
 
-def _within_power(engine: AnyEngine, cap_w: float, refine_s: float) -> Solution:
+def _within_power(engine: AnyEngine, relaxation: Engine, cap_w: float, refine_s: float) -> Solution:
     problem = engine.problem
+    # Past the iteration of least energy, average power still falls.
     excess, solution = _shortest_within(
         engine,
+        max(engine.shortest_s, relaxation.slowest_s),
         lambda deadline: engine.bound_energy_j(deadline) / (deadline + problem.overhead_s) - cap_w,
         lambda solution: _power_w(problem, solution) - cap_w,
         refine_s,
@@ -147,13 +157,14 @@ def _within_power(engine: AnyEngine, cap_w: float, refine_s: float) -> Solution:
 
 def _shortest_within(
     engine: AnyEngine,
+    longest_s: float,
     bound_excess: Callable[[float], float],
     excess: Callable[[Solution], float],
     refine_s: float,
 ) -> tuple[float, Solution]:
     """The shortest plan found without excess, else the one of least excess; with its excess."""
     effort = replace(THOROUGH, refine_s=refine_s / _TRIES)
-    low, high = engine.shortest_s, engine.longest_useful_s
+    low, high = engine.shortest_s, longest_s
     first = _crossing(bound_excess, low, high)
     best: tuple[float, Solution] | None = None
     deadline, failed = first, low
@@ -185,6 +196,9 @@ def _shortest_within(
                 step = 1.1 * over / slope if slope > 0 else high - deadline
                 deadline = min(high, deadline + max(step, 1e-4 * deadline))
     assert best is not None
+    if best[0] > 0:
+        solution = engine.solve(high, effort)
+        best = min(best, (excess(solution), solution), key=lambda pair: pair[0])
     return best
 
 
