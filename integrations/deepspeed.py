@@ -29,6 +29,7 @@ from kareus_pp.integrations._work import count_forward, instruction_works
 
 from kareus_pp.config import KareusConfig, load_config, parse_config
 from kareus_pp.errors import DeviceError, KareusError
+from kareus_pp.runtime.messages import DOWN_KEY
 from kareus_pp.runtime.session import Session
 from kareus_pp.runtime.topology import Topology
 from kareus_pp.schedule import InstructionClass, Kind, looped_model_order
@@ -74,18 +75,28 @@ def attach(engine: Any, config: Config = None) -> Session | None:
         detach(engine)
     if not wanted.enabled:
         return None
-    topology = topology_of(engine)
-    session = Session(
-        wanted,
-        topology,
-        work=_works(engine, wanted) if wanted.device == "emulated" else None,
-        fingerprint=fingerprint_of(engine),
-        store=open_store(topology.rank, topology.world_size),
-        logger=rank_logger(topology.rank),
-        boundaries=stream_boundaries(torch.device(engine.device)),
-    )
+    session = _start(engine, wanted)
     engine.__dict__[_HOOKS] = _EngineHooks(engine, wanted, session)
     return session
+
+
+def _start(engine: Any, config: KareusConfig) -> Session:
+    topology = topology_of(engine)
+    store = open_store(topology.rank, topology.world_size)
+    try:
+        return Session(
+            config,
+            topology,
+            work=_works(engine, config) if config.device == "emulated" else None,
+            fingerprint=fingerprint_of(engine),
+            store=store,
+            logger=rank_logger(topology.rank),
+            boundaries=stream_boundaries(torch.device(engine.device)),
+        )
+    except Exception as error:
+        # The others would wait for the stream of this rank.
+        store.set(DOWN_KEY, f"rank {topology.rank}: {error}")
+        raise
 
 
 def detach(engine: Any) -> None:

@@ -21,6 +21,7 @@ from kareus_pp.runtime.events import EventLog
 from kareus_pp.runtime.leader import Leader
 from kareus_pp.runtime.messages import (
     APPLY,
+    DOWN_KEY,
     OBSERVE,
     PROFILE,
     STOPPED,
@@ -182,7 +183,7 @@ class Coordinator:
 
     def _tell_down(self) -> None:
         try:
-            self._store.set("down", f"rank {self._topology.rank}: {self.down}")
+            self._store.set(DOWN_KEY, f"rank {self._topology.rank}: {self.down}")
         except Exception as error:
             self._log.warning("kareus-pp: the other ranks could not be told: %s", error)
 

@@ -21,7 +21,7 @@ from kareus_pp.profile import Profile, Source
 from kareus_pp.runtime.drift import DriftWatch
 from kareus_pp.runtime.events import EventLog
 from kareus_pp.runtime.gathering import Gathered, gather_records, gather_schedule
-from kareus_pp.runtime.messages import APPLY, PROFILE, STOPPED, Assignment, encode
+from kareus_pp.runtime.messages import APPLY, DOWN_KEY, PROFILE, STOPPED, Assignment, encode
 from kareus_pp.runtime.solver import BackgroundSolver
 from kareus_pp.runtime.store import Store
 from kareus_pp.runtime.topology import Topology
@@ -109,7 +109,7 @@ class Leader:
         """Do whatever can be done now."""
         if self._stopped:
             return
-        reason = self._store.get("down")
+        reason = self._store.get(DOWN_KEY)
         if reason is not None:
             self._stop(reason)
             return

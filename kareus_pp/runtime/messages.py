@@ -12,6 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 from kareus_pp.errors import FormatError
 
 OBSERVE, PROFILE, APPLY, STOPPED = "observe", "profile", "apply", "stopped"
+DOWN_KEY = "down"
+"""Key of the store under which a rank says that it stands down, and why."""
 
 
 @dataclass(frozen=True)

@@ -136,17 +136,44 @@ def test_a_malformed_plan_file_ends_the_job_before_it_trains(tmp_path: Path) -> 
     assert "plan.json' is not a plan file: it is not valid JSON" in lines[0]
 
 
+def test_a_rank_without_its_device_stands_down_and_training_goes_on(tmp_path: Path) -> None:
+    done = start_example(
+        tmp_path, {"device": "emulated", "emulated": {"time_factors": [1.0]}}, "--steps", "40"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len((tmp_path / "loss.jsonl").read_text().splitlines()) == 40
+    lines = ours(done)
+    assert len([line for line in lines if line.startswith("[rank 1]")]) == 1
+    told = "emulated.time_factors has 1 values and there is a stage 1"
+    assert all(told in line for line in lines), lines
+    reasons = [
+        event["reason"]
+        for event in read_events(tmp_path / "kareus" / "events-rank0.jsonl")
+        if event["event"] == "stand-down"
+    ]
+    assert len(reasons) == 1
+    assert told in reasons[0]
+
+
 def refused(folder: Path, kareus: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     """Start the example with a `kareus` object that is wrong; no step may have run."""
-    config = json.loads((ROOT / "configs" / "deepspeed_demo.json").read_text())
-    config["kareus"] = {"output": str(folder / "kareus"), **kareus}
-    (folder / "config.json").write_text(json.dumps(config))
-    done = deepspeed(
-        *("--module", "kareus_pp.launch", EXAMPLE, "--backend", "gloo", "--stages", str(STAGES)),
-        *("--deepspeed_config", str(folder / "config.json"), "--log", str(folder / "loss.jsonl")),
-        folder=folder,
-    )
+    done = start_example(folder, kareus)
     assert done.returncode == 2
     assert "Traceback" not in done.stdout + done.stderr
     assert not (folder / "loss.jsonl").exists()
     return done
+
+
+def start_example(
+    folder: Path, kareus: dict[str, Any], *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the example with a `kareus` object, in a folder of its own."""
+    config = json.loads((ROOT / "configs" / "deepspeed_demo.json").read_text())
+    config["kareus"] = {"output": str(folder / "kareus"), **kareus}
+    (folder / "config.json").write_text(json.dumps(config))
+    return deepspeed(
+        *("--module", "kareus_pp.launch", EXAMPLE, "--backend", "gloo", "--stages", str(STAGES)),
+        *("--deepspeed_config", str(folder / "config.json"), "--log", str(folder / "loss.jsonl")),
+        *arguments,
+        folder=folder,
+    )
