@@ -43,6 +43,9 @@ def unlock(
             typer.echo(f"{lease.uuid}: held by process {lease.trainer_pid}; left alone")
             done.add(lease.uuid)
             continue
+        if os.geteuid() not in (0, path.stat().st_uid):
+            typer.echo(f"{lease.uuid}: a lease of another user; root can reset it")
+            continue
         try:
             reset_stale(lease, path)
             typer.echo(f"{lease.uuid}: default clocks; the lease of a killed session is removed")

@@ -213,7 +213,7 @@ def _owner(uuid: str) -> Finding:
         if lease.uuid != uuid:
             continue
         if live:
-            cause = f"the clocks of this GPU belong to process {lease.trainer_pid} ({path})"
+            cause = f"the clocks of GPU {uuid} belong to process {lease.trainer_pid} ({path})"
             return _failed("lease", OwnedError(cause, "end that process, or use another GPU"))
         return Finding(
             "lease",
