@@ -113,6 +113,10 @@ class Session:
         """The present phase: observe, profile, apply or stopped."""
         return self._coordinator.phase
 
+    def energy_read(self) -> tuple[float, int]:
+        """Joules of this rank's GPU over all steps whose energy was read, and their number."""
+        return self._coordinator.energy_read
+
     def step_begin(self, microbatches: int, shape: str = "") -> None:
         """A training step begins; evaluation is not a step."""
         if self._coordinator.down:
