@@ -242,20 +242,27 @@ class _Hooks:
         def backward_step(*args: Any, **kwargs: Any) -> Any:
             if not self.training or self.session is None:
                 return original(*args, **kwargs)
-            self._begin_backward(
-                self.session, args[1] if len(args) > 1 else kwargs["output_tensor"]
-            )
+            output = args[1] if len(args) > 1 else kwargs["output_tensor"]
+            known = self._begin_backward(self.session, output)
             result = original(*args, **kwargs)
-            self.session.instruction_end()
+            if known:
+                self.session.instruction_end()
             return result
 
         return backward_step
 
-    def _begin_backward(self, session: Session, output: Any, fused: bool = False) -> None:
-        microbatch, chunk = self._forward_of.pop(_identity(output))
+    def _begin_backward(self, session: Session, output: Any, fused: bool = False) -> bool:
+        """Begin the backward of an output; False where no forward is known that returned it."""
+        place = self._forward_of.pop(_identity(output), None)
+        if place is None:
+            self.training = False
+            session.stand_down("a backward got an output that no recorded forward returned")
+            return False
+        microbatch, chunk = place
         # Gradients are reduced bucket by bucket during each chunk's last backward.
         reduces = self._reduces and microbatch == self._last_microbatch
         session.instruction_begin(Kind.BACKWARD, microbatch, chunk, fused or reduces)
+        return True
 
     def fused(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `combined_forward_backward_step`."""
@@ -272,14 +279,16 @@ class _Hooks:
             )
             fused = forward_model is not None and backward_model is not None
             place = None
+            known = True
             if forward_model is not None:
                 place = self._begin_forward(self.session, forward_model, microbatch, fused)
             if fused:
                 self.session.instruction_end()
             if backward_model is not None:
-                self._begin_backward(self.session, output, fused)
+                known = self._begin_backward(self.session, output, fused)
             result = original(*args, **kwargs)
-            self.session.instruction_end()
+            if known:
+                self.session.instruction_end()
             if place is not None:
                 self._forward_of[_identity(result[0])] = place
             return result

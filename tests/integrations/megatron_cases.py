@@ -7,7 +7,9 @@ import functools
 import hashlib
 import inspect
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from kareus_pp.schedule import Instruction, Kind
 from tests.integrations.megatron_cpu import megatron_on_cpu
+from tests.integrations.modes import off_observe_apply
 from tests.integrations.recorder import Recorder
 
 SEQUENCE, BATCH, HIDDEN, VOCABULARY = 8, 2, 16, 32
@@ -181,6 +184,7 @@ def orders(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "own": own,
                 "equal": plain == hooked,
                 "gradients": len(plain[1]),
+                "finite": all(map(math.isfinite, plain[0])),
             }
         )
     return results
@@ -254,3 +258,48 @@ def fused_steps(models: list[Any]) -> Iterator[None]:
         combined_1f1b, set_streams=lambda *_, **__: None, combined_forward_backward_step=combined
     ):
         yield
+
+
+class Training:
+    """A small GPT under Megatron's schedules; see `modes.Training`."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        self._shape = {key: case[key] for key in ("pp", "tp", "chunks") if key in case}
+        self._config = case.get("config", {})
+        self._microbatches = case["microbatches"]
+        parallel(**self._shape)
+
+    def restart(self) -> None:
+        self.models = build(**self._shape, **self._config)
+
+    def step(self, seed: int) -> tuple[list[float], list[str]]:
+        result = one_step(self.models, self._microbatches, seed)
+        update(self.models)
+        return result
+
+    def attach(self, config: dict[str, Any]) -> None:
+        megatron.attach(config)
+
+    def session(self) -> Any:
+        return megatron.session()
+
+    def detach(self) -> None:
+        megatron.detach()
+
+
+def update(models: list[Any]) -> None:
+    """Plain gradient descent."""
+    with torch.no_grad():
+        for model in models:
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+
+
+def modes(cases: Sequence[dict[str, Any]], folder: str, work_scale: float) -> list[dict[str, Any]]:
+    """For each case: off, observing, applying."""
+    results = []
+    with megatron_on_cpu():
+        for number, case in enumerate(cases):
+            place = Path(folder, str(number))
+            results.append(off_observe_apply(Training(case), place, work_scale))
+    return results

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from kareus_pp.integrations import torch_pipelining
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from tests.integrations.modes import off_observe_apply
 from tests.integrations.recorder import Recorder
 
 WIDTH = 8
@@ -46,8 +49,10 @@ def batch(microbatches: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
-def step(schedule: Any, microbatches: int, seed: int = 0) -> tuple[list[float], list[str]]:
-    """One iteration; returns losses and a digest of every gradient."""
+def step(
+    schedule: Any, microbatches: int, seed: int = 0, rate: float = 0.0
+) -> tuple[list[float], list[str]]:
+    """One iteration with plain gradient descent; returns losses and a digest of every gradient."""
     stages = stages_of(schedule)
     inputs, target = batch(microbatches, seed)
     losses: list[torch.Tensor] = []
@@ -61,6 +66,8 @@ def step(schedule: Any, microbatches: int, seed: int = 0) -> tuple[list[float], 
     for stage in stages:
         for parameter in stage.submod.parameters():
             digests.append(hashlib.sha256(parameter.grad.numpy().tobytes()).hexdigest())
+            with torch.no_grad():
+                parameter -= rate * parameter.grad
             parameter.grad = None
     return [float(loss) for loss in losses], digests
 
@@ -130,9 +137,40 @@ def orders(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "own": own,
                 "equal": plain == hooked == after,
                 "gradients": len(plain[1]),
+                "finite": all(map(math.isfinite, plain[0])),
                 "steps": len(recorder.steps),
                 "topology": recorder.topology,
                 "calls": recorder.calls,
             }
         )
     return results
+
+
+class Training:
+    """A small model under a schedule of torch; see `modes.Training`."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        self._case = case
+
+    def restart(self) -> None:
+        self._schedule = build(**self._case)
+
+    def step(self, seed: int) -> tuple[list[float], list[str]]:
+        return step(self._schedule, self._case["microbatches"], seed, rate=0.1)
+
+    def attach(self, config: dict[str, Any]) -> None:
+        self._session = torch_pipelining.attach(self._schedule, config)
+
+    def session(self) -> Any:
+        return self._session
+
+    def detach(self) -> None:
+        torch_pipelining.detach(self._schedule)
+
+
+def modes(cases: Sequence[dict[str, Any]], folder: str, work_scale: float) -> list[dict[str, Any]]:
+    """For each case: off, observing, applying."""
+    return [
+        off_observe_apply(Training(case), Path(folder, str(number)), work_scale)
+        for number, case in enumerate(cases)
+    ]

@@ -63,7 +63,7 @@ def run_world(
             if not file.is_file():
                 raise AssertionError(
                     f"rank {rank} gave no result (exit status {done.returncode}):\n"
-                    f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+                    f"{done.stdout[-2000:]}\n{done.stderr[:3000]}\n...\n{done.stderr[-3000:]}"
                 )
             results.append(json.loads(file.read_text()))
         return results
