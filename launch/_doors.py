@@ -9,6 +9,22 @@ from kareus_pp.integrations._import_hook import on_import
 
 DOORS: list[tuple[str, str]] = [
     ("deepspeed.runtime.pipe.engine", "kareus_pp.integrations.deepspeed:install"),
+    (
+        "megatron.core.pipeline_parallel.schedules",
+        "kareus_pp.integrations.megatron:hook_schedules",
+    ),
+    (
+        "megatron.core.dist_checkpointing",
+        "kareus_pp.integrations.megatron_training:hook_checkpointing",
+    ),
+    (
+        "megatron.training.arguments",
+        "kareus_pp.integrations.megatron_arguments:hook_arguments",
+    ),
+    (
+        "megatron.training.training",
+        "kareus_pp.integrations.megatron_training:hook_training",
+    ),
 ]
 """Module of a framework, and what to call with it once it has been imported."""
 

@@ -53,6 +53,7 @@ class Coordinator:
     Attributes:
         down: Why the rank stands down; empty while it works.
         phase: The present phase.
+        energy_read: Joules of this rank's GPU over all steps that were read, and their number.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Coordinator:
     ) -> None:
         self.down = ""
         self.phase = OBSERVE
+        self.energy_read = (0.0, 0)
         self._config = config
         self._topology = topology
         self._controller = opened.controller
@@ -243,6 +245,9 @@ class Coordinator:
             temperature_c=reading.temperature_c,
             rejected=step.mismatch or (reading.rejected if self._sampling else ""),
         )
+        if record.energy_j is not None:
+            joules, steps = self.energy_read
+            self.energy_read = (joules + record.energy_j, steps + 1)
         switches = step.switches_total - self._switches
         self._switches = step.switches_total
         self._write_step(step, record, switches)

@@ -113,6 +113,10 @@ class Session:
         """The present phase: observe, profile, apply or stopped."""
         return self._coordinator.phase
 
+    def energy_read(self) -> tuple[float, int]:
+        """Joules of this rank's GPU over all steps whose energy was read, and their number."""
+        return self._coordinator.energy_read
+
     def step_begin(self, microbatches: int, shape: str = "") -> None:
         """A training step begins; evaluation is not a step."""
         if self._coordinator.down:
@@ -191,6 +195,11 @@ class Session:
         """The interruption is over; the next step takes the plan up again."""
         self.events.write("resume", step=self._step)
 
+    def stand_down(self, reason: str) -> None:
+        """Default clocks for good, said once to the user and to the other ranks."""
+        self._tracker = None
+        self._coordinator.stand_down(reason)
+
     def close(self) -> None:
         """Restore default clocks, write what is left and end; safe to call twice."""
         if self._closed:
@@ -221,8 +230,7 @@ class Session:
 
     def _fail(self, error: BaseException) -> None:
         """Stand down: default clocks, one line for the user, the other ranks are told."""
-        self._tracker = None
-        self._coordinator.stand_down(f"{type(error).__name__}: {error}")
+        self.stand_down(f"{type(error).__name__}: {error}")
 
     def __enter__(self) -> Session:
         return self

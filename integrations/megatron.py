@@ -1,0 +1,398 @@
+"""Megatron-Core schedules, 0.12 to 0.20, unmodified.
+
+`attach` replaces functions of the module `megatron.core.pipeline_parallel.schedules`, which the
+schedules look up by name at every call: the forward and backward step are the instructions, the
+three `forward_backward_*` functions the step boundary. The session starts with the first training
+step, when model and process groups are there.
+
+A forward knows its microbatch and its model chunk; a backward is told neither and takes those of
+the forward whose output it gets. Where the schedule runs a forward and a backward as one
+(`overlap_moe_expert_parallel_comm`), the layers of both interleave and no boundary lies between
+them: both are recorded, the forward without a duration of its own, the backward with the time of
+the pair and the clock that holds for it. Both count as communicating, so that they are instruction
+classes apart from forwards and backwards that run alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from kareus_pp.integrations._import_hook import on_import
+from kareus_pp.integrations._start import (
+    Config,
+    configuration,
+    pipeline_topology,
+    start_or_go_on,
+    start_session,
+)
+
+from kareus_pp.config import KareusConfig
+from kareus_pp.errors import ConfigError
+from kareus_pp.runtime.session import Session
+from kareus_pp.schedule import InstructionClass, Kind, looped_model_order
+from kareus_pp.simulate.gpu_model import Work
+
+SCHEDULES_MODULE = "megatron.core.pipeline_parallel.schedules"
+_STEPS = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
+_BACKWARDS = ("backward_step", "backward_step_multimodule")
+_FUSED = "combined_forward_backward_step"
+_FINGERPRINT = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_moe_experts"),
+    *("params_dtype", "fp16", "bf16", "fp8", "fp8_recipe"),
+    *("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
+    *("sequence_parallel", "tp_comm_overlap", "overlap_p2p_comm", "batch_p2p_comm"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("cpu_offloading", "cuda_graph_impl", "enable_cuda_graph"),
+    *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+)
+_DDP_FINGERPRINT = (
+    *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+    *("grad_reduce_in_fp32", "data_parallel_sharding_strategy"),
+)
+
+
+def attach(config: Config | None = None) -> None:
+    """Hook Megatron-Core's schedules; one line in a training script, before the first step.
+
+    Args:
+        config: The configuration, as a model, as a mapping, or as the path of a YAML or JSON file;
+            None for the `--kareus-*` arguments, or defaults where there are none.
+
+    Raises:
+        ConfigError: The configuration is malformed, or this Megatron-Core has no hooks to offer.
+    """
+    from kareus_pp.integrations import megatron_training as loop
+    from megatron.core.pipeline_parallel import schedules
+
+    wanted = None if config is None else configuration(config)
+    if wanted is not None and not wanted.enabled:
+        return
+    hook_schedules(schedules, wanted)
+    on_import(loop.CHECKPOINTING_MODULE, loop.hook_checkpointing)
+    on_import(loop.TRAINING_MODULE, loop.hook_training)
+
+
+def detach() -> None:
+    """Take all hooks off and close the session; default clocks come back."""
+    while _replaced:
+        module, name, original = _replaced.pop()
+        setattr(module, name, original)
+    _hooks.reset()
+
+
+def session() -> Session | None:
+    """The session of this rank; None before the first training step and where it is off."""
+    return _hooks.session
+
+
+def pause(reason: str) -> None:
+    """Default clocks until the next training step, as while a checkpoint is written."""
+    _hooks.pause(reason)
+
+
+def hook_schedules(module: ModuleType, config: KareusConfig | None = None) -> None:
+    """Hook the module `megatron.core.pipeline_parallel.schedules`, once.
+
+    Raises:
+        ConfigError: The module lacks a function that is needed.
+    """
+    needed = ("forward_step", "backward_step", *_STEPS)
+    missing = [name for name in needed if not hasattr(module, name)]
+    if missing:
+        raise ConfigError(
+            f"this Megatron-Core has no {', '.join(missing)} in {SCHEDULES_MODULE}; "
+            f"use megatron-core 0.12 to 0.20"
+        )
+    _hooks.config = config if config is not None else _hooks.config
+    replace(module, "forward_step", _hooks.forward)
+    for name in _BACKWARDS:
+        if hasattr(module, name):
+            replace(module, name, _hooks.backward)
+    for name in _STEPS:
+        replace(module, name, _hooks.step)
+    fused = inspect.getmodule(getattr(module, "combined_1f1b_schedule_for_no_pipelining", None))
+    if fused is not None:
+        replace(fused, _FUSED, _hooks.fused)
+
+
+def replace(
+    module: ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace a function of a module by its wrapped form, once, until `detach`."""
+    if any(entry[:2] == (module, name) for entry in _replaced):
+        return
+    original = getattr(module, name)
+    setattr(module, name, functools.wraps(original)(wrap(original)))
+    _replaced.append((module, name, original))
+
+
+class _Hooks:
+    """The hooks of this process: Megatron's schedules are functions, there is one of each."""
+
+    def __init__(self) -> None:
+        self.config: KareusConfig | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Close the session and forget everything."""
+        found = getattr(self, "session", None)
+        if found is not None:
+            found.close()
+        self.config = None
+        self.session: Session | None = None
+        self.started = False
+        self.training = False
+        self._paused = False
+        self._chunk_of: dict[int, int] = {}
+        self._forward_of: dict[int, tuple[int, int]] = {}
+        self._forwards: Counter[int] = Counter()
+        self._last_microbatch = -1
+        self._reduces = self._gathers = False
+
+    def pause(self, reason: str) -> None:
+        """Default clocks until the next training step."""
+        if self.session is not None and not self._paused and not self.training:
+            self._paused = True
+            self.session.suspend(reason)
+
+    def step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a `forward_backward_*` function."""
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("forward_only", False):
+                self.pause("evaluation")
+                return original(*args, **kwargs)
+            models = kwargs["model"]
+            models = models if isinstance(models, list) else [models]
+            if not self.started:
+                self.started = True
+                self.session = _start(self.config, models, kwargs)
+            session = self.session
+            if session is None:
+                return original(*args, **kwargs)
+            self._prepare(models, kwargs["num_microbatches"])
+            if self._paused:
+                self._paused = False
+                session.resume()
+            session.step_begin(
+                kwargs["num_microbatches"], f"{kwargs['micro_batch_size']}x{kwargs['seq_length']}"
+            )
+            self.training = True
+            try:
+                result = original(*args, **kwargs)
+            except BaseException:
+                session.step_abort()
+                raise
+            finally:
+                self.training = False
+                self._forward_of.clear()
+            session.step_end()
+            return result
+
+        return step
+
+    def _prepare(self, models: list[Any], microbatches: int) -> None:
+        self._chunk_of = {id(model): chunk for chunk, model in enumerate(models)}
+        self._forwards.clear()
+        self._last_microbatch = microbatches - 1
+        ddp = getattr(models[0], "ddp_config", None)
+        self._reduces = bool(getattr(ddp, "overlap_grad_reduce", False))
+        self._gathers = bool(getattr(ddp, "overlap_param_gather", False))
+
+    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `forward_step`."""
+
+        def forward_step(*args: Any, **kwargs: Any) -> Any:
+            if not self.training or self.session is None:
+                return original(*args, **kwargs)
+            model = args[2] if len(args) > 2 else kwargs["model"]
+            place = self._begin_forward(self.session, model, kwargs.get("current_microbatch"))
+            result = original(*args, **kwargs)
+            self.session.instruction_end()
+            self._forward_of[_identity(result[0])] = place
+            return result
+
+        return forward_step
+
+    def _begin_forward(
+        self, session: Session, model: Any, microbatch: int | None, fused: bool = False
+    ) -> tuple[int, int]:
+        """Begin a forward; returns its microbatch and chunk."""
+        chunk = self._chunk_of.get(id(model), 0)
+        if microbatch is None:
+            microbatch = self._forwards[chunk]
+        self._forwards[chunk] += 1
+        # Parameters are gathered before each chunk's first forward.
+        gathers = self._gathers and microbatch == 0
+        session.instruction_begin(Kind.FORWARD, microbatch, chunk, fused or gathers)
+        return microbatch, chunk
+
+    def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `backward_step` and its relatives."""
+
+        def backward_step(*args: Any, **kwargs: Any) -> Any:
+            if not self.training or self.session is None:
+                return original(*args, **kwargs)
+            output = args[1] if len(args) > 1 else kwargs["output_tensor"]
+            known = self._begin_backward(self.session, output)
+            result = original(*args, **kwargs)
+            if known:
+                self.session.instruction_end()
+            return result
+
+        return backward_step
+
+    def _begin_backward(self, session: Session, output: Any, fused: bool = False) -> bool:
+        """Begin the backward of an output; False where no forward is known that returned it."""
+        place = self._forward_of.pop(_identity(output), None)
+        if place is None:
+            self.training = False
+            session.stand_down("a backward got an output that no recorded forward returned")
+            return False
+        microbatch, chunk = place
+        # Gradients are reduced bucket by bucket during each chunk's last backward.
+        reduces = self._reduces and microbatch == self._last_microbatch
+        session.instruction_begin(Kind.BACKWARD, microbatch, chunk, fused or reduces)
+        return True
+
+    def fused(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `combined_forward_backward_step`."""
+        names = list(inspect.signature(original).parameters)
+        wanted = ("f_model", "b_model", "b_output_tensor", "current_microbatch")
+        places = {name: names.index(name) for name in wanted}
+
+        def combined_forward_backward_step(*args: Any, **kwargs: Any) -> Any:
+            if not self.training or self.session is None:
+                return original(*args, **kwargs)
+            forward_model, backward_model, output, microbatch = (
+                args[place] if place < len(args) else kwargs.get(name)
+                for name, place in places.items()
+            )
+            fused = forward_model is not None and backward_model is not None
+            place = None
+            known = True
+            if forward_model is not None:
+                place = self._begin_forward(self.session, forward_model, microbatch, fused)
+            if fused:
+                self.session.instruction_end()
+            if backward_model is not None:
+                known = self._begin_backward(self.session, output, fused)
+            result = original(*args, **kwargs)
+            if known:
+                self.session.instruction_end()
+            if place is not None:
+                self._forward_of[_identity(result[0])] = place
+            return result
+
+        return combined_forward_backward_step
+
+
+_hooks = _Hooks()
+_replaced: list[tuple[ModuleType, str, Any]] = []
+
+
+def _identity(output: Any) -> int:
+    """Identity of a forward's output, which the schedule keeps until its backward."""
+    while isinstance(output, (list, tuple)):
+        output = output[0]
+    return id(next(iter(output.values())) if isinstance(output, dict) else output)
+
+
+def _start(
+    config: KareusConfig | None, models: list[Any], kwargs: Mapping[str, Any]
+) -> Session | None:
+    """Start the session with the first training step."""
+    import torch.distributed as dist
+    from megatron.core.utils import get_model_config
+
+    def start() -> Session | None:
+        wanted = config if config is not None else _configured()
+        if not wanted.enabled:
+            return None
+        model_config = get_model_config(models[0])
+        refuse_full_iteration_graphs(model_config)
+        pipeline = _pipeline(kwargs)
+        return start_session(
+            wanted,
+            pipeline_topology(pipeline, looped_model_order(len(pipeline), len(models))),
+            _fingerprint(models, model_config),
+            next(models[0].parameters()).device,
+            lambda stage: _works(stage, models, model_config, kwargs),
+        )
+
+    return start_or_go_on(start, dist.get_rank() if dist.is_initialized() else 0)
+
+
+def _configured() -> KareusConfig:
+    """The configuration from Megatron's arguments, defaults where there are none."""
+    from kareus_pp.integrations.megatron_arguments import config_of_arguments
+
+    return config_of_arguments()
+
+
+def refuse_full_iteration_graphs(model_config: Any) -> None:
+    """Refuse a model configuration under which no host hook sees the instructions.
+
+    Raises:
+        ConfigError: CUDA graphs replay whole iterations.
+    """
+    scope = getattr(model_config, "cuda_graph_scope", None) or ()
+    scopes = [scope] if not isinstance(scope, (list, tuple)) else scope
+    names = {str(getattr(entry, "name", entry)) for entry in scopes}
+    impl = getattr(model_config, "cuda_graph_impl", None)
+    if impl == "full_iteration" or (impl != "none" and "full_iteration" in names):
+        raise ConfigError(
+            "CUDA graphs of full iterations (full_iteration) replay all instructions without the "
+            "host, so that none can be given its clock; use another CUDA graph scope, or switch "
+            "kareus-pp off with 'enabled: false'"
+        )
+
+
+def _pipeline(kwargs: Mapping[str, Any]) -> list[int]:
+    """Global ranks of this rank's pipeline, in order of the stages."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    communicator = kwargs.get("p2p_communicator")
+    group = getattr(communicator, "pp_group", None)
+    if group is None and parallel_state.model_parallel_is_initialized():
+        group = parallel_state.get_pipeline_model_parallel_group()
+    if group is None:
+        return [dist.get_rank() if dist.is_initialized() else 0]
+    return list(dist.get_process_group_ranks(group))
+
+
+def _works(
+    stage: int, models: list[Any], model_config: Any, kwargs: Mapping[str, Any]
+) -> dict[InstructionClass, Work]:
+    """Work of every instruction class of this rank, for the emulated device."""
+    from kareus_pp.integrations._work import count_forward, instruction_works
+
+    sequence = int(kwargs["seq_length"])
+    tokens = sequence * int(kwargs["micro_batch_size"])
+    recompute = getattr(model_config, "recompute_granularity", None) == "full"
+    works: dict[InstructionClass, Work] = {}
+    for chunk, model in enumerate(models):
+        forward = count_forward([model], tokens, sequence)
+        works |= instruction_works(stage, forward, chunk=chunk, recompute=recompute)
+    return works
+
+
+def _fingerprint(models: list[Any], model_config: Any) -> dict[str, str]:
+    """What a profile depends on, the same on every rank: model, precision and effective modes."""
+    import megatron.core
+
+    ddp = getattr(models[0], "ddp_config", None)
+    found = {"framework": "megatron-core", "version": megatron.core.__version__}
+    for source, names in ((model_config, _FINGERPRINT), (ddp, _DDP_FINGERPRINT)):
+        found |= {name: str(getattr(source, name)) for name in names if hasattr(source, name)}
+    return found | {"chunks": str(len(models))}

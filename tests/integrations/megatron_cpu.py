@@ -1,0 +1,64 @@
+"""Megatron-Core on a CPU: the few places where it takes a CUDA device for granted."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_STREAM = type("Stream", (), {"__getattr__": lambda self, name: lambda *a, **k: None})
+
+
+def _on_cpu(device: Any) -> Any:
+    is_cuda = isinstance(device, torch.device) and device.type == "cuda"
+    return torch.device("cpu") if is_cuda or str(device).startswith("cuda") else device
+
+
+class CpuMode(TorchFunctionMode):
+    """Maps CUDA devices to the CPU in every call of a torch function."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "cuda":
+            return args[0]
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+        if name == "to":
+            args = tuple(_on_cpu(arg) if not isinstance(arg, torch.Tensor) else arg for arg in args)
+        return func(*args, **kwargs)
+
+
+class _NullTracker:
+    """Stands in for the tracker of CUDA random states."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_states(self) -> dict[str, Any]:
+        return {}
+
+    @contextlib.contextmanager
+    def fork(self, *_: Any) -> Iterator[None]:
+        yield
+
+
+@contextlib.contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Run Megatron-Core on this CPU; everything it does is otherwise its own."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_stream = lambda *_: _STREAM()
+    torch.cuda.set_device = lambda *_: None
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
+    megatron_random._CUDA_RNG_STATE_TRACKER = _NullTracker()
+    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    megatron_random.initialize_rng_tracker = functools.partial(lambda *a, **k: None)
+    with CpuMode():
+        yield
