@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -33,9 +34,23 @@ def alone(script: str, *arguments: str, folder: Path, python: str = sys.executab
 def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **more}
     environment["PYTHONPATH"] = str(ROOT)
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
+    try:
+        output, errors = process.communicate(timeout=240)
+    except BaseException:
+        # The ranks are children of children: the whole group, or they would train on.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def free_port() -> int:
