@@ -14,6 +14,7 @@ from kareus_pp.integrations._store import open_store
 
 from kareus_pp.config import KareusConfig, load_config, parse_config
 from kareus_pp.errors import ConfigError, DeviceError, KareusError
+from kareus_pp.runtime.messages import DOWN_KEY
 from kareus_pp.runtime.session import Session
 from kareus_pp.runtime.topology import Topology
 from kareus_pp.schedule import InstructionClass
@@ -87,15 +88,21 @@ def start_session(
         KareusError: A plan or profile file that the configuration names is malformed.
         DeviceError: The device that the configuration names cannot be used.
     """
-    return Session(
-        config,
-        topology,
-        work=count_work(topology.stage) if config.device == "emulated" else None,
-        fingerprint=fingerprint,
-        store=open_store(topology.rank, topology.world_size),
-        logger=rank_logger(topology.rank),
-        boundaries=stream_boundaries(device),
-    )
+    store = open_store(topology.rank, topology.world_size)
+    try:
+        return Session(
+            config,
+            topology,
+            work=count_work(topology.stage) if config.device == "emulated" else None,
+            fingerprint=fingerprint,
+            store=store,
+            logger=rank_logger(topology.rank),
+            boundaries=stream_boundaries(device),
+        )
+    except Exception as error:
+        # The other ranks would wait for the stream of this one.
+        store.set(DOWN_KEY, f"rank {topology.rank}: {error}")
+        raise
 
 
 def start_or_go_on(start: Callable[[], Session | None], rank: int) -> Session | None:
@@ -103,12 +110,12 @@ def start_or_go_on(start: Callable[[], Session | None], rank: int) -> Session | 
     try:
         return start()
     except DeviceError as error:
-        rank_logger(rank).warning("%s; training goes on without kareus-pp", error)
+        rank_logger(rank).warning("kareus-pp: %s; training goes on without it", error)
     except KareusError as error:
         stop_for_user(error, rank)
     except Exception as error:
         rank_logger(rank).warning(
-            "cannot start (%s: %s); training goes on without kareus-pp",
+            "kareus-pp: cannot start (%s: %s); training goes on without it",
             type(error).__name__,
             error,
         )

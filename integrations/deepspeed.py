@@ -13,23 +13,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
-from kareus_pp.integrations._activation import effective_config, rank_logger, stop_for_user
-from kareus_pp.integrations._boundaries import stream_boundaries
+from kareus_pp.integrations._activation import effective_config
 from kareus_pp.integrations._import_hook import on_import
-from kareus_pp.integrations._store import open_store
+from kareus_pp.integrations._start import Config, configuration, start_or_go_on, start_session
 from kareus_pp.integrations._work import count_forward, instruction_works
 
-from kareus_pp.config import KareusConfig, load_config, parse_config
-from kareus_pp.errors import DeviceError, KareusError
-from kareus_pp.runtime.messages import DOWN_KEY
+from kareus_pp.config import KareusConfig
 from kareus_pp.runtime.session import Session
 from kareus_pp.runtime.topology import Topology
 from kareus_pp.schedule import InstructionClass, Kind, looped_model_order
@@ -42,10 +38,9 @@ _PAUSES = {
     "save_checkpoint": "checkpoint",
     "load_checkpoint": "checkpoint",
 }
-Config = KareusConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
-def attach(engine: Any, config: Config = None) -> Session | None:
+def attach(engine: Any, config: Config | None = None) -> Session | None:
     """Hook a pipeline engine and start its session; every rank must call it.
 
     Args:
@@ -75,28 +70,15 @@ def attach(engine: Any, config: Config = None) -> Session | None:
         detach(engine)
     if not wanted.enabled:
         return None
-    session = _start(engine, wanted)
+    session = start_session(
+        wanted,
+        topology_of(engine),
+        fingerprint_of(engine),
+        torch.device(engine.device),
+        lambda stage: _works(engine, wanted),
+    )
     engine.__dict__[_HOOKS] = _EngineHooks(engine, wanted, session)
     return session
-
-
-def _start(engine: Any, config: KareusConfig) -> Session:
-    topology = topology_of(engine)
-    store = open_store(topology.rank, topology.world_size)
-    try:
-        return Session(
-            config,
-            topology,
-            work=_works(engine, config) if config.device == "emulated" else None,
-            fingerprint=fingerprint_of(engine),
-            store=store,
-            logger=rank_logger(topology.rank),
-            boundaries=stream_boundaries(torch.device(engine.device)),
-        )
-    except Exception as error:
-        # The others would wait for the stream of this rank.
-        store.set(DOWN_KEY, f"rank {topology.rank}: {error}")
-        raise
 
 
 def detach(engine: Any) -> None:
@@ -116,36 +98,15 @@ def install(module: ModuleType) -> None:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        _attach_new(self)
+        start_or_go_on(lambda: attach(self), int(self.global_rank))
 
     setattr(__init__, _HOOKS, True)
     engine_class.__init__ = __init__
 
 
-def _attach_new(engine: Any) -> None:
-    """Attach an engine that has just been made: a user's mistake ends the job, a fault does not."""
-    rank = int(engine.global_rank)
-    try:
-        attach(engine)
-    except DeviceError as error:
-        rank_logger(rank).warning("kareus-pp: %s; training goes on without it", error)
-    except KareusError as error:
-        stop_for_user(error, rank)
-    except Exception as error:
-        rank_logger(rank).warning(
-            "kareus-pp: cannot attach (%s: %s); training goes on without it",
-            type(error).__name__,
-            error,
-        )
-
-
-def _configuration(engine: Any, config: Config) -> KareusConfig:
-    if isinstance(config, KareusConfig):
-        return config
-    if isinstance(config, Mapping):
-        return parse_config(config)
+def _configuration(engine: Any, config: Config | None) -> KareusConfig:
     if config is not None:
-        return load_config(config)
+        return configuration(config)
     values = engine._config._param_dict.get("kareus")
     return effective_config(values, "the 'kareus' object of the DeepSpeed config")
 

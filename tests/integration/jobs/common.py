@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
-import kareus_pp.integrations.deepspeed as door
+import kareus_pp.integrations._start as starting
 import torch
 from deepspeed.pipe import PipelineModule
 
@@ -55,7 +55,7 @@ class NotingSession(Session):
         super().close()
 
 
-door.Session = NotingSession  # type: ignore[misc]
+starting.Session = NotingSession  # type: ignore[misc]
 
 
 class Layer(torch.nn.Module):

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import common
 import deepspeed
+import kareus_pp.integrations.deepspeed as door
 import torch
-from common import Layer, data, door, make_engine, own_stream, start
+from common import Layer, data, make_engine, own_stream, start
 from kareus_pp.integrations.deepspeed import attach, detach
 
 from kareus_pp.config import parse_config
@@ -209,5 +209,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    assert common.door is door
     main()
