@@ -21,7 +21,8 @@ def deepspeed(
     """Run `deepspeed ARGUMENTS` with `ranks` processes in `folder`."""
     command = [python, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
     command += ["--master_port", str(free_port()), *arguments]
-    return run(command, folder)
+    # Older releases count the CPUs with numactl, unless they are told.
+    return run(command, folder, LOCAL_SIZE=str(ranks))
 
 
 def alone(script: str, *arguments: str, folder: Path, python: str = sys.executable) -> Any:

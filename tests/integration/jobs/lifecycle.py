@@ -19,12 +19,10 @@ def main() -> None:
     session = attach(engine)
     assert session is not None, "the launcher has attached the engine"
     train = data()
-    deadline_s = time.monotonic() + 60
-    while session.phase != "apply" and time.monotonic() < deadline_s:
+    # Every rank trains equally often; the plan is taken up on the way.
+    for _ in range(80):
         engine.train_batch(train)
         time.sleep(0.02)
-    for _ in range(40):
-        engine.train_batch(train)
     before = len(session.calls)
     engine.train_batch(train)
     engine.eval_batch(data(), num_micro_batches=2)
