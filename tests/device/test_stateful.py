@@ -281,7 +281,7 @@ def run(operations: int, steps: int) -> None:
 
 
 def test_some_random_operations() -> None:
-    run(200, 40)
+    run(100, 50)
 
 
 @pytest.mark.slow
