@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kareus_pp.device import errors
+from kareus_pp.device import channel, errors
 from kareus_pp.device.guard import GuardController
 from kareus_pp.device.guard_process import Trainer, start_time
 from kareus_pp.device.lease import Lease, Ownership, leases, runtime_folder
@@ -66,8 +66,10 @@ def test_repeated_values_reach_neither_the_guard_nor_the_driver(
     for _ in range(3):
         controller.request(900)
     assert wait_until(lambda: machine.lock_mhz(0) == 900)
+    word = controller._words[channel.REQUEST]
     for _ in range(1000):
         controller.request(900)
+    assert controller._words[channel.REQUEST] == word
     time.sleep(0.05)
     assert controller.calls == 1
     assert controller.applied().switches == 1
