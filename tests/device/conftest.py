@@ -41,7 +41,7 @@ def open_guard(machine: StubMachine) -> Iterator[Callable[..., GuardController]]
         controller.close()
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> bool:
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> bool:
     """True as soon as the condition holds; False after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -13,8 +13,6 @@ FEW = {
     ("kill -9 one rank", "torchrun"),
     ("kill -9 the launcher", "torchrun"),
     ("kill -9 the process groups", "torchrun"),
-    ("segfault", "torchrun"),
-    ("kill -9 one rank", "deepspeed"),
     ("SIGTERM to the command", "deepspeed"),
 }
 TABLE = [

@@ -18,7 +18,7 @@ from tests.stub import nvml as stub
 from tests.stub.crash import ROOT, TRAINER, plugin_processes
 from tests.stub.nvml import StubMachine
 
-STEPS = 60
+STEPS = 40
 LONG = ("--instruction-s", "0.1", "--steps", "8")
 """Instructions that are long enough for a clock to settle and be read back."""
 SLOW_US = 50_000
@@ -79,6 +79,7 @@ def test_refused_from_the_start(
     check(machine, train(machine, tmp_path), tmp_path, *words)
 
 
+@pytest.mark.slow
 def test_refused_to_this_user(machine: StubMachine, tmp_path: Path) -> None:
     machine.set(0, restricted=1)
     check(machine, train(machine, tmp_path), tmp_path, "CAP_SYS_ADMIN")
@@ -87,7 +88,11 @@ def test_refused_to_this_user(machine: StubMachine, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (f"{stub.LOCK}@0={stub.NO_PERMISSION},0,-1", ("Insufficient Permissions",)),
+        pytest.param(
+            f"{stub.LOCK}@0={stub.NO_PERMISSION},0,-1",
+            ("Insufficient Permissions",),
+            marks=pytest.mark.slow,
+        ),
         (f"{stub.LOCK}@0=0,{SLOW_US},-1", ("takes 5. ms", "too long")),
     ],
     ids=["permission lost", "slow calls"],
@@ -98,18 +103,20 @@ def test_in_mid_run(
     check(machine, train(machine, tmp_path, fault=fault), tmp_path, *words)
 
 
-@pytest.mark.parametrize("offset_mhz", [-300, 120])
+@pytest.mark.parametrize("offset_mhz", [-300, pytest.param(120, marks=pytest.mark.slow)])
 def test_a_clock_that_is_not_reached(machine: StubMachine, tmp_path: Path, offset_mhz: int) -> None:
     machine.set(0, clock_offset=offset_mhz)
     output = train(machine, tmp_path, *LONG)
     check(machine, output, tmp_path, "locked at .* MHz and runs at")
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_lost_while_it_is_sampled(machine: StubMachine, tmp_path: Path) -> None:
     output = train(machine, tmp_path, *LONG, "--sample", fault={"clock_offset": -300})
     check(machine, output, tmp_path, "locked at .* MHz and runs at")
 
 
+@pytest.mark.slow
 def test_a_clock_held_down_by_power_is_marked_and_no_fault(
     machine: StubMachine, tmp_path: Path
 ) -> None:
@@ -128,6 +135,7 @@ def test_a_gpu_lost_in_mid_run(machine: StubMachine, tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_a_gpu_that_comes_back_in_mid_run_is_unlocked_at_once(
     machine: StubMachine, tmp_path: Path
 ) -> None:
@@ -141,7 +149,11 @@ def test_a_gpu_that_comes_back_in_mid_run_is_unlocked_at_once(
     [
         ({"counter_mode": stub.COUNTER_STUCK}, ("energy counter", "stood still")),
         ({"jump_mj": -5e5}, ("energy counter", "jumped back")),
-        ({"counter_mode": stub.COUNTER_ABSENT}, ("no energy counter",)),
+        pytest.param(
+            {"counter_mode": stub.COUNTER_ABSENT},
+            ("no energy counter",),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["stands still", "jumps back", "goes away"],
 )
@@ -150,7 +162,7 @@ def test_a_counter_that_fails_while_it_is_read(
 ) -> None:
     check(
         machine,
-        train(machine, tmp_path, "--sample", "--steps", "150", fault=fault),
+        train(machine, tmp_path, "--sample", "--steps", "90", fault=fault),
         tmp_path,
         *words,
     )
@@ -159,7 +171,11 @@ def test_a_counter_that_fails_while_it_is_read(
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ({"counter_mode": stub.COUNTER_STUCK}, ("energy counter", "did not move")),
+        pytest.param(
+            {"counter_mode": stub.COUNTER_STUCK},
+            ("energy counter", "did not move"),
+            marks=pytest.mark.slow,
+        ),
         ({"counter_mode": stub.COUNTER_ABSENT}, ("no energy counter",)),
         ({"mig": 1}, ("MIG", "nvidia-smi -mig 0")),
         ({"driver_loaded": 0}, ("Driver Not Loaded", "driver")),
@@ -174,6 +190,7 @@ def test_there_from_the_start(
     assert machine.events(operation=stub.LOCK) == []
 
 
+@pytest.mark.slow
 def test_without_any_nvidia_library(tmp_path: Path, machine: StubMachine) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "LD_LIBRARY_PATH"}
     command = [sys.executable, str(TRAINER), "--folder", str(tmp_path), "--steps", str(STEPS)]
@@ -197,6 +214,7 @@ def test_without_any_nvidia_library(tmp_path: Path, machine: StubMachine) -> Non
     assert "dry-run, no clock is set" in automatic.stderr
 
 
+@pytest.mark.slow
 def test_slow_calls_never_delay_the_trainer(machine: StubMachine, tmp_path: Path) -> None:
     machine.faults(f"nvmlDevice*ClockS*@0=0,{SLOW_US},-1", f"{stub.LOCK}@0=0,{SLOW_US},-1")
     begin = time.monotonic()

@@ -17,6 +17,7 @@ from kareus_pp.config import parse_config
 from kareus_pp.device import errors, preflight, select
 from kareus_pp.device.backend import NVML
 from kareus_pp.device.guard import GuardController
+from kareus_pp.device.guard_process import reset_stale
 from kareus_pp.device.lease import Lease, Ownership, runtime_folder
 from kareus_pp.device.preflight import Finding
 from kareus_pp.profile import Source
@@ -165,13 +166,12 @@ def test_unlock_runs_no_command_from_a_lease_of_another_user(
     trap = tmp_path / "trap"
     command = {"device": "command", "lock": "x {uuid} {mhz}", "unlock": f"touch {trap} {{uuid}}"}
     path = stale_lease(machine, 0, command)
-    real = os.geteuid()
-    monkeypatch.setattr("kareus_pp.device.guard_process.os.geteuid", lambda: real + 1)
-    monkeypatch.setattr(
-        "kareus_pp.cli.unlock.leases",
-        lambda: [(path, Lease(machine.uuid(0), 1, 1, 0.0, command), False)],
-    )
-    assert run("unlock")[0] == 0
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    code, output = run("unlock")
+    assert (code, "root can reset it" in output) == (0, True)
+    assert machine.lock_mhz(0) == 900
+    reset_stale(Lease(machine.uuid(0), 1, 1, 0.0, command), path)
     assert not trap.exists()
     assert machine.lock_mhz(0) == 0, "reset through NVML instead"
 

@@ -153,8 +153,16 @@ def test_a_plan_of_one_clock_leaves_the_driver_alone_once_it_is_verified(
     ("fault", "words"),
     [
         ((f"{stub.LOCK}@1={stub.GPU_IS_LOST},0,-1",), "GPU is lost"),
-        ((f"{stub.LOCK}@1={stub.NO_PERMISSION},0,-1",), "CAP_SYS_ADMIN"),
-        ((f"{stub.LOCK}@1=0,50000,-1",), "too long to follow instructions"),
+        pytest.param(
+            (f"{stub.LOCK}@1={stub.NO_PERMISSION},0,-1",),
+            "CAP_SYS_ADMIN",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (f"{stub.LOCK}@1=0,50000,-1",),
+            "too long to follow instructions",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["lost", "no permission", "slow"],
 )

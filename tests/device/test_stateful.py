@@ -134,6 +134,7 @@ class Jobs(RuleBasedStateMachine):
     def begin(self) -> None:
         for gpu in range(GPUS):
             self.start(gpu, gpu)
+            self.ask(gpu, 1200, settle=True)
 
     @rule(slot=st.integers(0, SLOTS - 1), gpu=st.integers(0, GPUS - 1))
     def start(self, slot: int, gpu: int) -> None:
@@ -151,10 +152,18 @@ class Jobs(RuleBasedStateMachine):
 
     @precondition(lambda self: self.slots)
     @rule(slot=st.integers(0, SLOTS - 1), mhz=st.sampled_from([0, 900, 1005, 1200, 1410]))
-    def ask(self, slot: int, mhz: int) -> None:
+    def ask(self, slot: int, mhz: int, settle: bool = False) -> None:
         self.count()
         if found := self.some(slot):
-            found[1].ask("request", mhz)
+            gpu, trainer = found
+            trainer.ask("request", mhz)
+            if settle and _lives(trainer.guard) and not trainer.ask("error"):
+                wait_until(lambda: self.machine.lock_mhz(gpu) == mhz, 0.1)
+
+    @precondition(lambda self: self.slots)
+    @rule(slot=st.integers(0, SLOTS - 1), mhz=st.sampled_from([900, 1410]))
+    def ask_and_wait(self, slot: int, mhz: int) -> None:
+        self.ask(slot, mhz, settle=True)
 
     @precondition(lambda self: self.slots)
     @rule(slot=st.integers(0, SLOTS - 1), clocks=st.lists(st.sampled_from([0, 900, 1200, 1410])))
@@ -281,7 +290,7 @@ def run(operations: int, steps: int) -> None:
 
 
 def test_some_random_operations() -> None:
-    run(200, 40)
+    run(600, 50)
 
 
 @pytest.mark.slow
