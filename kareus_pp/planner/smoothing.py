@@ -1,32 +1,35 @@
 """Noise on a profile: a planner picks lucky readings, so curves are smoothed before they are used.
 
 Three treatments: *physical*, `t = a + b / min(f, knee)` with effective energy convex and falling in
-time; *local*, straight lines through neighbouring clocks, not across jumps; *exponential*, the fit
-of energy by `a exp(b t) + c` that lowtime uses (times are left as they are). `auto` smooths only
-what is declared to be noisy (options with standard deviations above half a percent, measured, at
-eight clocks or more) and chooses by the residual of the physical fit: no larger than the noise, the
-fit holds; larger, the curve has features that it lacks, and local lines are worth their own error
-only where noise is large.
+time; *local*, the same on each side of jumps of the time (a GPU that throttles, a kernel that
+changes), which are looked for in all classes of a kind together; *exponential*, the fit of energy
+by `a exp(b t) + c` that lowtime uses (times are left as they are). `auto` smooths only what is
+declared to be noisy (options with standard deviations above half a percent, measured, at eight
+clocks or more) and chooses by the residual of the physical fit over the whole profile: where it is
+no larger than the noise explains the fit holds, else the curves have features that it lacks, and
+smoothing around them is worth its own error only where noise is large.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import nnls
 
 from kareus_pp.planner.options import Smoothing
-from kareus_pp.planner.problem import FloatArray
+from kareus_pp.planner.problem import FloatArray, IntArray
 from kareus_pp.profile import Option, Origin, Profile
-from kareus_pp.schedule import InstructionClass
+from kareus_pp.schedule import InstructionClass, Kind
 from kareus_pp.setting import OverlapSetting
 
 FEWEST = 8
 NOISY = 0.005
-# Lines through neighbouring clocks miss what is between jumps by about this much.
+# What the physical form misses on either side of a jump is about this much.
 LOCAL_ERROR = 0.02
-_REACH = 4
+_WINDOW = 3
+_LEAST_JUMP = 0.015
 
 
 @dataclass(frozen=True)
@@ -58,37 +61,76 @@ def smooth(profile: Profile, method: Smoothing) -> Smoothed:
         profile: The profile.
         method: The treatment; `auto` chooses for each class.
     """
-    options = dict(profile.options)
-    methods: dict[InstructionClass, Smoothing] = {}
+    groups = list(_groups(profile))
+    noises = [g.noise for g in groups if g.noise is not None]
+    noise = float(np.mean(noises)) if noises else None
+    chosen = _choose(groups, noise) if method == "auto" else method
+    if chosen == "none" or not groups:
+        return Smoothed(profile, {}, 0.0, noise)
+    jumps = _jumps(groups, noise or 0.0) if chosen == "local" else {}
+    options = {cls: list(own) for cls, own in profile.options.items()}
     changes: list[float] = []
-    noises: list[float] = []
+    for group in groups:
+        fit = {"physical": physical, "exponential": exponential}.get(chosen, physical)
+        pieces = np.split(np.arange(len(group.clock)), jumps.get(group.cls.kind, []))
+        time, cost = group.time.copy(), group.cost.copy()
+        for piece in pieces:
+            if len(piece) >= _WINDOW + 1:
+                time[piece], cost[piece] = fit(
+                    group.clock[piece], group.time[piece], group.cost[piece]
+                )
+        changes += (time / group.time - 1).tolist()
+        for number, t, c in zip(group.numbers, time.tolist(), cost.tolist(), strict=True):
+            options[group.cls][number] = replace(
+                options[group.cls][number],
+                time_s=max(t, 0.0),
+                energy_j=c + group.watts * t,
+                origin=Origin.PREDICTED,
+            )
+    return Smoothed(
+        replace(profile, options={cls: tuple(own) for cls, own in options.items()}),
+        {group.cls: chosen for group in groups},
+        float(np.sqrt(np.mean(np.square(changes)))),
+        noise,
+    )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Options of one class and overlap setting, by clock."""
+
+    cls: InstructionClass
+    numbers: list[int]
+    clock: FloatArray
+    time: FloatArray
+    cost: FloatArray
+    watts: float
+    noise: float | None
+
+
+def _groups(profile: Profile) -> Iterator[_Group]:
     for cls, own in profile.options.items():
-        watts = profile.blocking_power_w[cls.stage] if cls.stage < profile.stages else 0.0
-        noise = declared_noise(own)
-        if noise is not None:
-            noises.append(noise)
-        if method == "none" or cls.kind.is_fixed:
+        if cls.kind.is_fixed or cls.stage >= profile.stages:
             continue
-        groups: dict[OverlapSetting, list[int]] = {}
+        watts = profile.blocking_power_w[cls.stage]
+        by_overlap: dict[OverlapSetting, list[int]] = {}
         for number, option in enumerate(own):
             if option.setting.clock_mhz and option.time_s > 0 and option.energy_j > 0:
-                groups.setdefault(option.setting.overlap, []).append(number)
-        smoothed = list(own)
-        for numbers in groups.values():
-            group = sorted((own[n] for n in numbers), key=lambda o: o.setting.clock_mhz or 0)
-            chosen = _choose(group, watts, noise) if method == "auto" else method
-            if chosen == "none" or len(group) < FEWEST:
+                by_overlap.setdefault(option.setting.overlap, []).append(number)
+        for numbers in by_overlap.values():
+            if len(numbers) < FEWEST:
                 continue
-            new = _apply(group, watts, chosen)
-            methods[cls] = chosen
-            changes += [a.time_s / b.time_s - 1 for a, b in zip(new, group, strict=True)]
-            by_setting = {o.setting: o for o in new}
-            for n in numbers:
-                smoothed[n] = by_setting[own[n].setting]
-        options[cls] = tuple(smoothed)
-    residual = float(np.sqrt(np.mean(np.square(changes)))) if changes else 0.0
-    mean = float(np.mean(noises)) if noises else None
-    return Smoothed(replace(profile, options=options), methods, residual, mean)
+            numbers.sort(key=lambda n: own[n].setting.clock_mhz or 0)
+            time = np.array([own[n].time_s for n in numbers])
+            yield _Group(
+                cls,
+                numbers,
+                np.array([float(own[n].setting.clock_mhz or 0) for n in numbers]),
+                time,
+                np.array([own[n].energy_j for n in numbers]) - watts * time,
+                watts,
+                declared_noise(tuple(own[n] for n in numbers)),
+            )
 
 
 def declared_noise(options: tuple[Option, ...]) -> float | None:
@@ -101,37 +143,43 @@ def declared_noise(options: tuple[Option, ...]) -> float | None:
     return float(np.mean(known)) if len(known) == len(options) and known else None
 
 
-def _choose(group: list[Option], watts: float, noise: float | None) -> Smoothing:
-    if noise is None or noise < NOISY or len(group) < FEWEST:
+def _choose(groups: list[_Group], noise: float | None) -> Smoothing:
+    if noise is None or noise < NOISY or any(g.noise is None for g in groups):
         return "none"
-    _, time, _ = _arrays(group, watts)
-    fitted, _ = physical(*_arrays(group, watts))
-    residual = float(np.sqrt(np.mean((fitted / time - 1) ** 2)))
-    # The spread of a root mean square of n readings is about 1 / sqrt(2 n): allow three of it.
-    if residual <= noise * (1 + 3 / np.sqrt(2 * len(group))):
+    off = np.concatenate([physical(g.clock, g.time, g.cost)[0] / g.time - 1 for g in groups])
+    residual = float(np.sqrt(np.mean(off**2)))
+    # The spread of a root mean square of n readings is about 1 / sqrt(2 n): allow two of it, and
+    # as much misfit as is not worth smoothing away.
+    explained = float(np.hypot(noise, NOISY) * (1 + 2 / np.sqrt(2 * len(off))))
+    if residual <= explained:
         return "physical"
     return "local" if noise >= LOCAL_ERROR else "none"
 
 
-def _arrays(group: list[Option], watts: float) -> tuple[FloatArray, FloatArray, FloatArray]:
-    clock = np.array([float(o.setting.clock_mhz or 0) for o in group])
-    time = np.array([o.time_s for o in group])
-    return clock, time, np.array([o.energy_j for o in group]) - watts * time
+def _jumps(groups: list[_Group], noise: float) -> dict[Kind, IntArray]:
+    """Positions before which the time rises, for each kind, from all its classes together.
 
-
-def _apply(group: list[Option], watts: float, method: Smoothing) -> list[Option]:
-    clock, time, cost = _arrays(group, watts)
-    fit = {"physical": physical, "local": local, "exponential": exponential}[method]
-    new_time, new_cost = fit(clock, time, cost)
-    return [
-        replace(
-            option,
-            time_s=float(max(t, 0.0)),
-            energy_j=float(c + watts * t),
-            origin=Origin.PREDICTED,
-        )
-        for option, t, c in zip(group, new_time, new_cost, strict=True)
-    ]
+    Time falls with the clock; a rise is what the physical form cannot follow. It counts where the
+    means of a few clocks after and before differ by four times what noise explains and by 1.5 %.
+    """
+    found: dict[Kind, IntArray] = {}
+    for kind in {g.cls.kind for g in groups}:
+        same = [g for g in groups if g.cls.kind is kind]
+        first = same[0].clock
+        same = [g for g in same if np.array_equal(g.clock, first)]
+        curve = np.mean([np.log(g.time) for g in same], axis=0)
+        means = np.convolve(curve, np.ones(_WINDOW) / _WINDOW, "valid")
+        if len(means) <= _WINDOW:
+            continue
+        off = means[_WINDOW:] - means[:-_WINDOW]
+        least = max(_LEAST_JUMP, 4 * noise * np.sqrt(2 / _WINDOW / len(same)))
+        jumps = []
+        for at in np.flatnonzero(off > least):
+            near = off[max(0, at - _WINDOW) : at + _WINDOW + 1]
+            if off[at] == near.max():
+                jumps.append(int(at) + _WINDOW)
+        found[kind] = np.array(jumps, np.int64)
+    return found
 
 
 def physical(
@@ -148,7 +196,7 @@ def physical(
         Fitted times and effective energies.
     """
     best: tuple[float, FloatArray] | None = None
-    for knee in clock[len(clock) // 3 :]:
+    for knee in clock[min(len(clock) // 3, len(clock) - 1) :]:
         basis = np.stack([np.ones_like(clock), clock[0] / np.minimum(clock, knee)], axis=1)
         weights, error = nnls(basis / time[:, None], np.ones_like(time))
         if best is None or error < best[0]:
@@ -169,35 +217,6 @@ def _convex_falling(time: FloatArray, cost: FloatArray) -> FloatArray:
     weights, _ = nnls(basis, cost / scale)
     fitted: FloatArray = basis @ weights * scale
     return fitted
-
-
-def local(clock: FloatArray, time: FloatArray, cost: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Straight lines through neighbouring clocks, split where the time jumps.
-
-    A jump is a step between neighbours that differs from the median step by more than five times
-    the median deviation, and by more than two percent.
-
-    Args:
-        clock: MHz, ascending.
-        time: Seconds.
-        cost: Effective energies in joules.
-
-    Returns:
-        Smoothed times and effective energies.
-    """
-    step = np.diff(np.log(time))
-    off = np.abs(step - np.median(step))
-    jumps = np.flatnonzero((off > 5 * np.median(off)) & (off > 0.02)) + 1
-    new_time, new_cost = time.copy(), cost.copy()
-    for part in np.split(np.arange(len(clock)), jumps):
-        for at in part:
-            near = part[(part >= at - _REACH) & (part <= at + _REACH)]
-            if len(near) < 3:
-                continue
-            x = clock[near] - clock[at]
-            new_time[at] = np.polyfit(x, time[near], 1)[1]
-            new_cost[at] = np.polyfit(x, cost[near], 1)[1]
-    return new_time, new_cost
 
 
 def exponential(
