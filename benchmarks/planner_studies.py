@@ -61,10 +61,10 @@ def _violation_and_regret(
     planner: Planner, clean: Planner, profile: Profile
 ) -> tuple[float, float]:
     deadline = 1.05 * clean.shortest_s
-    plan = planner.plan(Deadline(deadline), refine_s=0.0)
+    plan = planner.sweep(2, deadline)[-1]
     true = evaluate(plan.schedule, plan.settings, profile)
     violation = max(0.0, true.time_s / deadline - 1)
-    best = clean.plan(Deadline(max(true.time_s, clean.shortest_s)), refine_s=0.0)
+    best = clean.sweep(2, true.time_s)[-1]
     return violation, max(0.0, true.energy_j / (best.energy_j or 1.0) - 1)
 
 
