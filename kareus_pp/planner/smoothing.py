@@ -7,7 +7,7 @@ by `a exp(b t) + c` that lowtime uses (times are left as they are). `auto` smoot
 declared to be noisy (options with standard deviations above half a percent, measured, at eight
 clocks or more) and chooses by the residual of the physical fit over the whole profile: where it is
 no larger than the noise explains the fit holds, else the curves have features that it lacks, and
-smoothing around them is worth its own error only where noise is large.
+nothing is smoothed. Large noise hides such features from the residual; then *local* looks for them.
 """
 
 from __future__ import annotations
@@ -146,14 +146,14 @@ def declared_noise(options: tuple[Option, ...]) -> float | None:
 def _choose(groups: list[_Group], noise: float | None) -> Smoothing:
     if noise is None or noise < NOISY or any(g.noise is None for g in groups):
         return "none"
+    if noise >= LOCAL_ERROR:
+        return "local"  # the physical form wherever no jump stands out of the noise
     off = np.concatenate([physical(g.clock, g.time, g.cost)[0] / g.time - 1 for g in groups])
     residual = float(np.sqrt(np.mean(off**2)))
     # The spread of a root mean square of n readings is about 1 / sqrt(2 n): allow two of it, and
     # as much misfit as is not worth smoothing away.
     explained = float(np.hypot(noise, NOISY) * (1 + 2 / np.sqrt(2 * len(off))))
-    if residual <= explained:
-        return "physical"
-    return "local" if noise >= LOCAL_ERROR else "none"
+    return "physical" if residual <= explained else "none"
 
 
 def _jumps(groups: list[_Group], noise: float) -> dict[Kind, IntArray]:
