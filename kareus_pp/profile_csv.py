@@ -19,6 +19,8 @@ from kareus_pp.profile import DeviceFacts, Option, Origin, Profile, Source
 from kareus_pp.schedule import InstructionClass, Kind, Schedule
 from kareus_pp.setting import Setting
 
+# Key of the provenance of profiles that came from a table.
+TABLE = "table"
 COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
 _KINDS = {kind.word: kind for kind in Kind}
 _HALVES = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
@@ -105,7 +107,7 @@ def _parse(text: str, path: str, blocking_power_w: Sequence[float]) -> Profile:
         device=DeviceFacts(
             clocks_mhz=tuple(sorted({clock for _, clock in found})), source=Source.FILE
         ),
-        provenance={"file": Path(path).name},
+        provenance={TABLE: Path(path).name},
     )
 
 
@@ -142,9 +144,13 @@ def fit_to_schedule(profile: Profile, schedule: Schedule) -> Profile:
     communication and of other shapes cost as those without. All that is derived is marked as
     predicted; what the table has is left as it is.
 
+    Profiles that did not come from a table are returned as they are.
+
     Raises:
         ProfileError: The table has nothing to derive a class from.
     """
+    if TABLE not in profile.provenance:
+        return profile
     options = dict(profile.options)
     for cls in schedule.classes:
         if cls in options and schedule.chunks == 1:

@@ -83,8 +83,7 @@ def plan(
         planned = Schedule.load(schedule)
     else:
         planned = build_schedule(schedule, loaded.stages, microbatches, chunks)
-    if loaded.provenance.get("file"):
-        loaded = fit_to_schedule(loaded, planned)
+    loaded = fit_to_schedule(loaded, planned)
     options = PlannerOptions(
         solver=solver,  # type: ignore[arg-type]
         time_limit_s=20.0 if time_limit is None else time_limit,

@@ -38,9 +38,7 @@ def simulate(
     for name, value in (("--switch-delay", switch_delay), ("--switch-energy", switch_energy)):
         if value is not None and not 0 <= value < float("inf"):
             raise ConfigError(f"{name} is {value!r} and must be 0 or more, and finite")
-    loaded = load_any_profile(profile, power)
-    if loaded.provenance.get("file"):
-        loaded = fit_to_schedule(loaded, loaded_plan.schedule)
+    loaded = fit_to_schedule(load_any_profile(profile, power), loaded_plan.schedule)
     price = SwitchPrice(
         loaded_plan.switch_delay_s if switch_delay is None else switch_delay,
         loaded_plan.switch_energy_j if switch_energy is None else switch_energy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from kareus_pp.planner.engine import QUICK, Engine, Solution
 from kareus_pp.planner.grouping import make_engine
 from kareus_pp.planner.options import PlannerOptions
 from kareus_pp.planner.problem import Problem, build_problem
+from kareus_pp.planner.smoothing import smooth
 from kareus_pp.planner.switching import SwitchEngine
 from kareus_pp.planner.targets import solve_target
 from kareus_pp.profile import Profile
@@ -87,7 +89,10 @@ class Planner:
         self, schedule: Schedule, profile: Profile, options: PlannerOptions | None = None
     ) -> None:
         self.options = options or PlannerOptions()
-        self.problem = build_problem(schedule, profile, self.options)
+        self.smoothed = smooth(profile, self.options.smoothing)
+        # Options are chosen on the smoothed profile; figures are those of the profile given.
+        smoothed = build_problem(schedule, self.smoothed.profile, self.options)
+        self.problem = replace(smoothed, profile=profile)
         limited = self.options.max_switches is not None or self.options.min_dwell_s > 0
         self._engine: Engine | SwitchEngine
         if limited or self.problem.switch != FREE_SWITCHES:
@@ -107,7 +112,7 @@ class Planner:
     @property
     def smoothing(self) -> str:
         """Treatment of noise on the profile."""
-        return "none"
+        return self.smoothed.name
 
     @property
     def shortest_s(self) -> float:
@@ -130,7 +135,7 @@ class Planner:
         solution = solve_target(
             self._engine, self._relaxation, target, limit, self.options.power_cap_w
         )
-        return _as_plan(self.problem, solution, format_target(target))
+        return self._as_plan(solution, format_target(target))
 
     def sweep(self, points: int, longest_s: float, refine_s: float = 0.0) -> tuple[Plan, ...]:
         """Plans at evenly spaced deadlines from the shortest iteration on, in order of time.
@@ -159,10 +164,39 @@ class Planner:
         for deadline in reversed(np.linspace(first, last, points).tolist()):
             solution = self._engine.solve(deadline, effort)
             name = format_target(Deadline(deadline + self.problem.overhead_s))
-            plans.append(_as_plan(self.problem, solution, name))
+            plans.append(self._as_plan(solution, name))
         if cap_w is not None:
             plans = [p for p in plans if _power_w(p) <= cap_w]
         return tuple(sorted(plans, key=lambda p: (p.time_s or 0.0, p.energy_j or 0.0)))
+
+    def _as_plan(self, solution: Solution, target: str) -> Plan:
+        problem = self.problem
+        settings = _settings(problem, solution)
+        found = evaluate(problem.schedule, settings, problem.profile, problem.switch)
+        cost = solution.bound_cost_j
+        if self.smoothed.methods:
+            cost = self._given.bound_cost_j(
+                max(self._given.shortest_s, found.time_s - problem.overhead_s)
+            )
+        bound = problem.energy_j(cost, found.time_s)
+        return Plan(
+            problem.schedule,
+            settings,
+            time_s=found.time_s,
+            energy_j=found.energy_j,
+            bound_j=bound,
+            gap=max(0.0, found.energy_j - bound) / bound if bound > 0 else None,
+            target=target,
+            source=problem.profile.device.source,
+            switch_delay_s=problem.switch.delay_s,
+            switch_energy_j=problem.switch.energy_j,
+        )
+
+    @cached_property
+    def _given(self) -> Engine:
+        """The engine of the profile as given, for bounds where planning is on a smoothed one."""
+        problem = build_problem(self.problem.schedule, self.problem.profile, self.options)
+        return make_engine(problem, self.options)
 
 
 def undominated(plans: Sequence[Plan]) -> Frontier:
@@ -178,24 +212,6 @@ def _power_w(plan: Plan) -> float:
     assert plan.energy_j is not None
     assert plan.time_s is not None
     return plan.energy_j / plan.time_s if plan.time_s > 0 else 0.0
-
-
-def _as_plan(problem: Problem, solution: Solution, target: str) -> Plan:
-    settings = _settings(problem, solution)
-    found = evaluate(problem.schedule, settings, problem.profile, problem.switch)
-    bound = problem.energy_j(solution.bound_cost_j, found.time_s)
-    return Plan(
-        problem.schedule,
-        settings,
-        time_s=found.time_s,
-        energy_j=found.energy_j,
-        bound_j=bound,
-        gap=max(0.0, found.energy_j - bound) / bound if bound > 0 else None,
-        target=target,
-        source=problem.profile.device.source,
-        switch_delay_s=problem.switch.delay_s,
-        switch_energy_j=problem.switch.energy_j,
-    )
 
 
 def _settings(problem: Problem, solution: Solution) -> Settings:

@@ -22,6 +22,8 @@ KEENNESS = (1.0, 0.97, 0.9)
 # Temperatures in units of the mean energy between neighbouring options.
 HOT, COLD = 0.13, 0.004
 GOOD_GAP = 1e-4
+# What a proposal of each sort may take at most, in seconds; to keep a time limit.
+PROPOSAL_S = 3e-6
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,11 @@ class Engine:
             choice = self._slowest_choice
             return self.solution(choice, self.cost_j(choice))
         began = time.perf_counter()
-        limit = max(effort.refine_s, 0.0) if effort.refine_s else float("inf")
+        limit, proposals = float("inf"), effort.proposals
+        if effort.refine_s > 0:
+            limit = effort.refine_s
+            most = int(limit / (effort.tilts * self.problem.graph.size * PROPOSAL_S))
+            proposals = max(5, min(proposals, most))
         bound = self.bound(deadline_s)
         best: IntArray | None = None
         starts = []
@@ -170,7 +176,7 @@ class Engine:
                 break
             rounded = self._rounded(self._tilted(deadline_s, tilt), deadline_s)
             starts.append(rounded)
-            choice = self._annealed(*rounded, deadline_s, effort.proposals, HOT, 0)
+            choice = self._annealed(*rounded, deadline_s, proposals, HOT, 0)
             if best is None or self.cost_j(choice) < self.cost_j(best):
                 best = choice
             if self.gap(self.solution(best, bound.cost_j)) < GOOD_GAP:
@@ -284,8 +290,7 @@ class Engine:
                 proposals *= 2
             else:
                 state, hot = starts[number % (len(starts) + 1) - 1], HOT * (1 + number % 2)
-            # A proposal of each sort takes about 3 microseconds; do not overrun.
-            most = max(50, int(left / (graph.size * 3e-6)))
+            most = max(50, int(left / (graph.size * PROPOSAL_S)))
             found = self._annealed(*state, deadline_s, min(proposals, most), hot, number)
             idle += 1
             if self.cost_j(found) < self.cost_j(best):

@@ -247,5 +247,28 @@ class LargeEngine(Engine):
 
 
 def make_engine(problem: Problem, options: PlannerOptions) -> Engine:
-    """The engine for problems of this size."""
-    return (LargeEngine if problem.graph.size > LARGE else Engine)(problem, options)
+    """The engine for problems of this size and shape."""
+    if problem.graph.size <= LARGE:
+        return Engine(problem, options)
+    large = LargeEngine(problem, options)
+    return large if _is_steady(problem, large.reduction) else Engine(problem, options)
+
+
+def _is_steady(problem: Problem, reduction: Reduction) -> bool:
+    """True where the two halves of what was cut loose hold the same classes, on every stage.
+
+    In GPipe they do not: the middle holds the turn from forwards to backwards, and without the
+    dependencies across it the bound is weak.
+    """
+    graph = problem.graph
+    chained = reduction.count[reduction.member] > 1
+    for stage in range(problem.schedule.stages):
+        classes = graph.cls[(graph.stage == stage) & chained]
+        half = len(classes) // 2
+        first, second = (
+            np.bincount(part, minlength=len(problem.options))
+            for part in (classes[:half], classes[half:])
+        )
+        if np.abs(first - second).sum() > 0.25 * len(classes):
+            return False
+    return True

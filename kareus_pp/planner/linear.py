@@ -186,6 +186,12 @@ class LinearProgram:
         highs.run()
         status = highs.modelStatusToString(highs.getModelStatus())
         if status != "Optimal":
+            # A stale basis, or a deadline that rounding put a hair below the shortest iteration.
+            highs.clearSolver()
+            highs.changeColBounds(self._end_column, low, high * (1 + 1e-9))
+            highs.run()
+            status = highs.modelStatusToString(highs.getModelStatus())
+        if status != "Optimal":
             raise PlanError(f"the linear program ended as {status!r}")
         solution = highs.getSolution()
         value = np.array(solution.col_value)

@@ -28,6 +28,7 @@ TIGHTER = (1.0, 0.995, 0.985, 0.97, 0.94)
 EXTRA_PRICES = (0.0, 1.0, 4.0, 16.0)
 NEVER = 1e15
 HOT = 1.0
+PROPOSAL_S = 4e-9  # for each instruction
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class SwitchEngine:
             choice = self._choose_runs(price, price, extra)
             if choice is None:
                 continue
-            effort = max(10, min(100, 60_000 // graph.size))
+            effort = max(1, min(100, 60_000 // graph.size))
             _, end, found = self._annealed(choice, 0.0, effort, steep, HOT, 0)
             if np.isfinite(end) and (best is None or end < best[0]):
                 best = (end, found)
@@ -108,13 +109,18 @@ class SwitchEngine:
         steep += self._step_j / float(self.problem.slowest_s.mean() or 1.0)
         starts = self._starts(deadline_s, steep, effort)
         best_cost, best = np.inf, self._shortest[1]
+        # A proposal takes about 4 nanoseconds for each instruction; do not overrun.
+        sweep_s = PROPOSAL_S * self.problem.graph.size**2
+        usual = effort.proposals * max(1, 3000 // self.problem.graph.size)
+        most = int((effort.refine_s or 10.0) / (sweep_s * (len(starts) + 1)))
+        base = max(1, min(usual, most))
         for number, choice in enumerate(starts):
             cost, _, found = self._annealed(
-                choice, deadline_s, effort.proposals, steep, HOT * (1 + 2 * (number % 2)), number
+                choice, deadline_s, base, steep, HOT * (1 + 2 * (number % 2)), number
             )
             if cost < best_cost:
                 best_cost, best = cost, found
-        proposals, idle = 2 * effort.proposals, 0
+        proposals, idle = 2 * base, 0
         for number in itertools.count(len(starts)):
             left = effort.refine_s - (time.perf_counter() - began)
             result = self._solution(best, bound_cost)
@@ -122,8 +128,7 @@ class SwitchEngine:
                 break
             again = number % 2 == 0
             choice = best if again else starts[number // 2 % len(starts)]
-            # A proposal takes about 4 nanoseconds for each instruction; do not overrun.
-            most = max(1, int(left / (4e-9 * self.problem.graph.size**2)))
+            most = max(1, int(left / sweep_s))
             cost, _, found = self._annealed(
                 choice, deadline_s, min(proposals, most), steep, 0.3 * HOT if again else HOT, number
             )

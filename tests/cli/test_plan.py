@@ -1,0 +1,189 @@
+"""`kareus-pp plan` and `simulate`, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kareus_pp.cli.main import app
+from kareus_pp.errors import KareusError
+from kareus_pp.plan import Frontier, Plan
+from kareus_pp.profile_csv import load_any_profile
+from tests.planner.test_switches import gpu
+
+runner = CliRunner()
+
+
+def run(*arguments: str | Path) -> str:
+    """Standard output of a run that must succeed."""
+    result = runner.invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+def refused(*arguments: str | Path) -> str:
+    """The one sentence of a run that a user's mistake ends."""
+    result = runner.invoke(app, [str(a) for a in arguments])
+    assert isinstance(result.exception, KareusError), result.output
+    message = str(result.exception)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    lines = ["stage,instruction,frequency,time,energy"]
+    for cls, own in gpu(3).options.items():
+        lines += [
+            f"{cls.stage},{cls.kind.word},{o.setting.clock_mhz},{o.time_s},{o.energy_j}"
+            for o in own
+        ]
+    path = tmp_path / "profile.csv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_a_frontier_in_json_and_in_a_file(table: Path, tmp_path: Path) -> None:
+    output = tmp_path / "frontier.json"
+    text = run(
+        "plan", table, "--microbatches", "4", "--blocking-power", "60", "--points", "6", "--json",
+        "-o", output,
+    )  # fmt: skip
+    report = json.loads(text)
+    assert len(report["points"]) == 6
+    assert set(report) >= {"points", "shortest_s", "longest_useful_s", "solve_s", "method"}
+    for point in report["points"]:
+        assert set(point) >= {"time_s", "energy_j", "bound_j", "gap", "switches"}
+    assert report["points"][0]["time_s"] == pytest.approx(report["shortest_s"])
+    times = [p.time_s for p in Frontier.load(output).plans]
+    assert set(times) <= {p["time_s"] for p in report["points"]}
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        ("--deadline", "1.9"),
+        ("--slowdown", "5"),
+        ("--energy-budget", "1300"),
+        ("--power-cap", "700"),
+        ("--objective", "energy"),
+        ("--objective", "edp"),
+        ("--straggler", "2.5"),
+        ("--cost", "0.1,3.5"),
+        ("--target", "fastest"),
+    ],
+)
+def test_every_target_gives_a_plan_that_simulates_to_its_figures(
+    table: Path, tmp_path: Path, target: tuple[str, str]
+) -> None:
+    output = tmp_path / "plan.json"
+    common = ("--blocking-power", "60", "--json")
+    report = json.loads(
+        run("plan", table, "--microbatches", "4", *target, "-o", output, "--time-limit", "1",
+            "--switch-delay", "0.01", "--switch-energy", "0.5", *common)
+    )  # fmt: skip
+    (point,) = report["points"]
+    again = json.loads(run("simulate", output, "--profile", table, *common))
+    assert (again["time_s"], again["energy_j"]) == (point["time_s"], point["energy_j"])
+    assert again["switches"] == point["switches"]
+    assert len(again["idle_s"]) == 3
+    assert Plan.load(output).time_s == point["time_s"]
+
+
+def test_a_deadline_below_the_shortest_is_answered_with_the_shortest(table: Path) -> None:
+    text = run("plan", table, "--microbatches", "2", "--blocking-power", "60", "--deadline", "0.01")
+    assert "no plan takes 0.01 s: the shortest iteration takes" in " ".join(text.split())
+
+
+def test_split_backwards_and_chunks_are_derived_and_marked(table: Path, tmp_path: Path) -> None:
+    from kareus_pp.profile_csv import fit_to_schedule
+    from kareus_pp.schedule import Kind
+    from tests.planner.problems import SCHEDULES
+
+    profile = load_any_profile(table, [60.0])
+    split = next(s for s in SCHEDULES if any(c.kind is Kind.WEIGHT_GRADIENT for c in s.classes))
+    fitted = fit_to_schedule(profile, split)
+    for cls in split.classes:
+        whole = profile.options[cls._replace(kind=Kind.FORWARD)]
+        if cls.kind is not Kind.FORWARD:
+            whole = profile.options[cls._replace(kind=Kind.BACKWARD)]
+            assert fitted.options[cls][0].time_s == pytest.approx(whole[0].time_s / 2)
+            assert {o.origin.value for o in fitted.options[cls]} == {"predicted"}
+        else:
+            assert fitted.options[cls] == whole
+    chunked = next(s for s in SCHEDULES if s.chunks == 2)
+    fitted = fit_to_schedule(profile, chunked)
+    for cls in chunked.classes:
+        whole = profile.options[cls._replace(chunk=0)]
+        assert fitted.options[cls][0].energy_j == pytest.approx(whole[0].energy_j / 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--microbatches", "2"], "--blocking-power"),
+        (["--blocking-power", "60,60"], "one for each stage"),
+        (["--blocking-power", "many"], "numbers with commas"),
+        (["--blocking-power", "-3"], "not allowed"),
+        (["--blocking-power", "60", "--schedule", "none"], "unknown schedule"),
+        (["--blocking-power", "60", "--slowdown", "5", "--deadline", "2"], "several targets"),
+        (["--blocking-power", "60", "--objective", "speed"], "speed"),
+        (["--blocking-power", "60", "--energy-budget", "1"], "least energy of an iteration"),
+        (["--blocking-power", "60", "--power-cap", "1"], "least average power"),
+        (["--blocking-power", "60", "--clocks", "5"], "allowed clocks"),
+        (["--blocking-power", "60", "--stage-clocks", "5"], "stage=clocks"),
+        (["--blocking-power", "60", "--points", "0"], "at least 1"),
+        (["--blocking-power", "60", "--solver", "none"], "solver"),
+        (["--blocking-power", "60", "--deadline", "nan"], "finite"),
+    ],
+)
+def test_mistakes_end_in_one_sentence(table: Path, arguments: list[str], message: str) -> None:
+    assert message in refused("plan", table, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "lacks the columns"),
+        ("a,b\n1,2\n", "lacks the columns"),
+        ("stage,instruction,frequency,time,energy\n", "no rows"),
+        ("stage,instruction,frequency,time,energy\n0,forward,1000,nan,1\n", "finite"),
+        ("stage,instruction,frequency,time,energy\n0,sideways,1000,1,1\n", "sideways"),
+        ("stage,instruction,frequency,time,energy\n0,forward,1000,x,1\n", "line 2"),
+        ("stage,instruction,frequency,time,energy\n0,forward,1000.5,1,1\n", "whole number"),
+        ("stage,instruction,frequency,time,energy\n0,forward,1000,1,1\n", "0B"),
+    ],
+)
+def test_malformed_tables_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text, encoding="utf-8")
+    assert message in refused("plan", path, "--blocking-power", "60")
+    assert "existing profile" in refused("plan", tmp_path / "absent.csv")
+
+
+def test_repeated_lines_are_repeated_measurements(tmp_path: Path) -> None:
+    path = tmp_path / "twice.csv"
+    path.write_text(
+        "stage,instruction,frequency,time,energy\n0,forward,1000,1,4\n0,forward,1000,2,8\n",
+        encoding="utf-8",
+    )
+    (options,) = load_any_profile(path, [60.0]).options.values()
+    assert [(o.time_s, o.energy_j) for o in options] == [(1.5, 6.0)]
+
+
+def test_standard_output_of_a_fresh_process_is_json_alone(table: Path) -> None:
+    import subprocess
+    import sys
+
+    program = (
+        "import sys; from kareus_pp.cli.main import app; "
+        f"sys.argv = ['kareus-pp', 'plan', {str(table)!r}, '--blocking-power', '60', "
+        "'--points', '2', '--json']; app()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert len(json.loads(done.stdout)["points"]) == 2
