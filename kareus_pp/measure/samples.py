@@ -80,7 +80,7 @@ def read_window(
     reading = _energy(samples, start_s, end_s)
     energy, energy_sd = (None, None) if isinstance(reading, str) else reading
     reason = (
-        _throttled(inside, top_mhz)
+        _throttled(samples, start_s, end_s, top_mhz)
         or _not_held(samples, start_s, end_s, top_mhz)
         or (reading if isinstance(reading, str) else "")
     )
@@ -188,16 +188,15 @@ def _power_energy(
     return energy, spread * math.sqrt(period * (end_s - start_s))
 
 
-def _throttled(inside: Sequence[Sample], top_mhz: int | None) -> str:
-    reasons = sorted(
-        {
-            reason
-            for sample in inside
-            for reason in sample.throttled
-            if reason != POWER_CAP or sample.requested_mhz not in (DEFAULT_CLOCK, top_mhz)
-        }
-    )
-    return f"throttled: {', '.join(reasons)}" if reasons else ""
+def _throttled(samples: Sequence[Sample], start_s: float, end_s: float, top_mhz: int | None) -> str:
+    """Grounds for throttling, but for those that hold while a clock request is being followed."""
+    reasons: set[str] = set()
+    for before, sample in pairwise(sorted(samples, key=lambda s: s.at_s)):
+        if not start_s <= sample.at_s <= end_s or sample.requested_mhz != before.requested_mhz:
+            continue
+        capped = sample.requested_mhz not in (DEFAULT_CLOCK, top_mhz)
+        reasons.update(r for r in sample.throttled if r != POWER_CAP or capped)
+    return f"throttled: {', '.join(sorted(reasons))}" if reasons else ""
 
 
 def _not_held(samples: Sequence[Sample], start_s: float, end_s: float, top_mhz: int | None) -> str:
