@@ -26,6 +26,8 @@ from kareus_pp.measure.time_model import TimeModel
 EXPONENT = 3.0
 KIND, CLASS = 0.1, 0.1
 """Relative standard deviations of a kind's and a class's power around the common curve."""
+STAGE = 0.03
+"""The same of a stage's GPU, all its classes alike (chips differ)."""
 SMOOTH_KIND, SMOOTH_CLASS = 0.03, 0.03
 """The same of the smooth deviations over the clock."""
 LENGTH = 0.2
@@ -36,7 +38,9 @@ BLOCKING_KNOWN = 0.01
 """Relative standard deviation of a measured blocking power."""
 BLOCKING_SHARED, BLOCKING_OWN = 0.15, 0.1
 """The same of a learned one, common part and part of each stage."""
-SCALES = (0.1, 0.3, 1.0, 2.0)
+LEVEL_SCALES = (0.1, 0.3, 1.0, 2.0)
+SHAPE_SCALES = (0.3, 1.0, 2.0)
+"""Factors on the deviations that are tried: on levels, and on the smooth ones."""
 NOISES = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)
 """Relative scatter of a stage's energy around the model from plan to plan; likelihood decides."""
 SPIN, SPIN_SD = 0.2, 0.15
@@ -86,6 +90,7 @@ class EnergyModel:
         self._replay = replay
         self._times = times
         self._fixed = np.array([key.cls.kind.is_fixed for key in layout.keys])
+        self._stage = np.array([key.cls.stage for key in layout.keys], dtype=np.intp)
         self._terms = _terms(entries, layout)
         self._reference_c = _reference(entries)
         self._known_w = None if blocking_power_w is None else np.array(blocking_power_w)
@@ -100,13 +105,16 @@ class EnergyModel:
         self._set_prior(rows, energy)
         self._mean = self._prior_mean(self._terms)
         residual = energy - rows @ self._mean
-        still = rows @ self._covariance(self._terms, self._terms, 0.0) @ rows.T
-        moving = rows @ self._covariance(self._terms, self._terms, 1.0) @ rows.T - still
+        parts = [
+            rows @ self._covariance(self._terms, self._terms, (level, shape)) @ rows.T
+            for level, shape in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))
+        ]
+        still, levels, shapes = parts[0], parts[1] - parts[0], parts[2] - parts[0]
         fits = []
-        for scale, noise in product(SCALES, NOISES):
+        for level, shape, noise in product(LEVEL_SCALES, SHAPE_SCALES, NOISES):
             scatter = np.diag((noise * energy) ** 2 + error**2)
-            fit = Conditioned(still + scale**2 * moving + scatter, residual)
-            fits.append((scale, noise, fit))
+            fit = Conditioned(still + level**2 * levels + shape**2 * shapes + scatter, residual)
+            fits.append(((level, shape), noise, fit))
         self.scale, self.noise, self._fit = max(fits, key=lambda fit: fit[2].log_likelihood)
         self._rows = rows
 
@@ -255,16 +263,21 @@ class EnergyModel:
             return powers
         return np.concatenate([powers, blocking, [SPIN * self._blocking_level, 0.0]])
 
-    def _covariance(self, a: Terms, b: Terms, scale: float) -> Floats:
+    def _covariance(self, a: Terms, b: Terms, scale: tuple[float, float]) -> Floats:
         """Prior covariance of the terms; blocking powers and heat follow the powers."""
         group, fixed = self._times.group, self._fixed
         kinds, classes = same(group[a.key], group[b.key]), same(a.key, b.key)
         moving = (~fixed[a.key])[:, None] & (~fixed[b.key])[None, :]
         smooth = matern(np.log(a.mhz), np.log(b.mhz), LENGTH)
+        stages = same(self._stage[a.key], self._stage[b.key])
         level = KIND**2 * kinds + CLASS**2 * classes
         shape = smooth * (SMOOTH_KIND**2 * kinds + SMOOTH_CLASS**2 * classes)
         still = FIXED**2 * (classes + kinds) / 2
-        relative = np.where(moving, scale**2 * (level + shape), still * (kinds > 0))
+        relative = np.where(
+            moving,
+            STAGE**2 * stages + scale[0] ** 2 * level + scale[1] ** 2 * shape,
+            still * (kinds > 0),
+        )
         powers = relative * self._typical(a)[:, None] * self._typical(b)[None, :]
         if not a.stages and not b.stages:
             return np.asarray(powers)
