@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -106,14 +107,21 @@ class SampledJob:
         self.pipeline.now_s += 0.25
         for device in self.pipeline.devices:
             device.wait_until(self.pipeline.now_s)
-        return PlanRun(
-            settings,
-            tuple(self._read(r, *span) for r, span in zip(records, spans, strict=True)),
-            name,
+        samples = [source.samples for source in self._times]
+        found = tuple(
+            self.read(samples, record, *span) for record, span in zip(records, spans, strict=True)
         )
+        return PlanRun(settings, found, name)
 
-    def _read(self, record: IterationRecord, start_s: float, end_s: float) -> IterationRecord:
-        readings = [read_window(t.samples, start_s, end_s, self._top_mhz) for t in self._times]
+    def read(
+        self,
+        samples: Sequence[Sequence[Sample]],
+        record: IterationRecord,
+        start_s: float,
+        end_s: float,
+    ) -> IterationRecord:
+        """An iteration with the energies that the samples of every stage give."""
+        readings = [read_window(s, start_s, end_s, self._top_mhz) for s in samples]
         return replace(
             record,
             energy_j=tuple(reading.energy_j for reading in readings),
@@ -134,24 +142,34 @@ def works(schedule: Schedule, model: GpuModel) -> dict[InstructionClass, Work]:
     return result
 
 
-def profile_phase(gpu: str, seed: int, budget: ProfilingConfig) -> Outcome:
-    """Run the design on a new emulated job, learn, and compare with the truth."""
-    model = load_gpu_model(gpu)
-    schedule = build_1f1b(STAGES, MICROBATCHES)
-    work = works(schedule, model)
-    config = EmulatedConfig(
+def job_config(gpu: str, seed: int) -> EmulatedConfig:
+    """1 % noise and hidden factors on the stages."""
+    return EmulatedConfig(
         gpu_model=gpu,
         noise=0.01,
         seed=seed,
         time_factors=TIME_FACTORS,
         power_factors=POWER_FACTORS,
     )
-    job = SampledJob(schedule, work, model, config)
-    # As the runtime: clocks that the power limit does not let the GPU hold are of no use, except
-    # that the highest one stands for default clocks.
-    clocks = tuple(
+
+
+def usable_clocks(model: GpuModel) -> tuple[int, ...]:
+    """As in the runtime: clocks that the power limit lets the GPU hold.
+
+    The highest one stands for default clocks, so it is always among them.
+    """
+    return tuple(
         mhz for mhz in model.clocks_mhz if mhz == model.top_mhz or not model.is_throttled(mhz)
     )
+
+
+def profile_phase(gpu: str, seed: int, budget: ProfilingConfig) -> Outcome:
+    """Run the design on a new emulated job, learn, and compare with the truth."""
+    model = load_gpu_model(gpu)
+    schedule = build_1f1b(STAGES, MICROBATCHES)
+    work = works(schedule, model)
+    job = SampledJob(schedule, work, model, job_config(gpu, seed))
+    clocks = usable_clocks(model)
     design = ExperimentDesign(schedule, clocks, budget)
     runs = replace(job.pipeline.runs(()), clocks_mhz=clocks)
     started = time.perf_counter()

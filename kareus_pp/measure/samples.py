@@ -24,8 +24,6 @@ MAX_STILL_S = 1.0
 """A counter that does not move for this long stands still."""
 MAX_POWER_W = 3000.0
 """No single GPU or module draws more; a faster counter has jumped."""
-SETTLE_S = 0.05
-"""After a clock request the actual clock is not compared for this long."""
 CLOCK_TOLERANCE = 0.02
 """Relative difference of actual and requested clock that still counts as held."""
 MAX_SHARE_NOT_HELD = 0.1
@@ -200,16 +198,13 @@ def _throttled(samples: Sequence[Sample], start_s: float, end_s: float, top_mhz:
 
 
 def _not_held(samples: Sequence[Sample], start_s: float, end_s: float, top_mhz: int | None) -> str:
-    """A clock that was requested a while ago and is not there."""
-    changed_s = -math.inf
+    """A clock that was requested before the last sample already, and is not there."""
     checked = missed = 0
     example = ""
     for before, sample in pairwise(sorted(samples, key=lambda s: s.at_s)):
-        if sample.requested_mhz != before.requested_mhz:
-            changed_s = sample.at_s
-        wanted, actual = sample.requested_mhz, sample.clock_mhz
-        if not start_s <= sample.at_s <= end_s or sample.at_s - changed_s < SETTLE_S:
+        if not start_s <= sample.at_s <= end_s or sample.requested_mhz != before.requested_mhz:
             continue
+        wanted, actual = sample.requested_mhz, sample.clock_mhz
         if wanted is None or actual is None or wanted in (DEFAULT_CLOCK, top_mhz):
             continue
         checked += 1
