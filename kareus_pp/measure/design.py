@@ -22,7 +22,7 @@ GRID = 12
 """Clocks of the useful range that plans use."""
 CANDIDATES = 32
 """Random plans among which the next one is chosen."""
-TIME_ACCURACY, ENERGY_ACCURACY = 0.005, 0.01
+TIME_ACCURACY, ENERGY_ACCURACY = 0.005, 0.02
 """The design stops when nine options in ten are known this well (relative deviation)."""
 MIN_PLANS = 6
 """It does not stop before."""
