@@ -7,10 +7,12 @@ randomised order, and the GPU cools down between them.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -18,7 +20,6 @@ from kareus_pp.device.base import DEFAULT_CLOCK, Device, Sample
 from kareus_pp.errors import DeviceError
 from kareus_pp.measure.samples import WindowReading, read_window
 
-_SAMPLE_S = 0.02
 _TICK_S = 0.3
 """Sampled this much longer at both ends, so that counter ticks lie beyond the window."""
 T = TypeVar("T")
@@ -80,6 +81,48 @@ class Clock:
         time.sleep(span_s)
 
 
+class Sampler(Protocol):
+    """Reads a device every so often while work goes on."""
+
+    def start(self) -> None:
+        """Begin to read."""
+        ...
+
+    def stop(self) -> list[Sample]:
+        """End, and return what was read."""
+        ...
+
+
+class ThreadSampler:
+    """Reads the device in a thread; for a process that does not train."""
+
+    def __init__(self, device: Device, period_s: float = 0.02) -> None:
+        self._device = device
+        self._period_s = period_s
+        self._done = threading.Event()
+        self._samples: list[Sample] = []
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._samples = []
+        self._done.clear()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> list[Sample]:
+        """End, and return what was read; empty before the first start."""
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+        return self._samples
+
+    def _read(self) -> None:
+        with contextlib.suppress(DeviceError):
+            while not self._done.wait(self._period_s):
+                self._samples.append(self._device.sample())
+
+
 class WindowProfiler:
     """Measures pieces of work on one GPU.
 
@@ -89,14 +132,20 @@ class WindowProfiler:
         device: The GPU; its clock is locked for each candidate and unlocked at the end.
         config: Lengths, pauses, trials.
         clock: Time.
+        sampler: Reads the device while it works; a thread by default.
     """
 
     def __init__(
-        self, device: Device, config: WindowConfig | None = None, clock: Clock | None = None
+        self,
+        device: Device,
+        config: WindowConfig | None = None,
+        clock: Clock | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self._device = device
         self._config = config or WindowConfig()
         self._clock = clock or Clock()
+        self._sampler = sampler or ThreadSampler(device)
 
     def measure(self, candidates: Mapping[T, tuple[int, Callable[[], None]]]) -> dict[T, Measured]:
         """Measure every candidate in several trials, in random order.
@@ -139,26 +188,26 @@ class WindowProfiler:
             self._device.unlock_clock()
         else:
             self._device.lock_clock(mhz)
-        samples = self._repeat(work, self._config.warm_s + _TICK_S)[1]
-        start_s = self._clock.now()
-        count, inside = self._repeat(work, self._config.measure_s)
-        end_s = self._clock.now()
-        samples += inside + self._repeat(work, _TICK_S)[1]
+        self._sampler.start()
+        try:
+            self._repeat(work, self._config.warm_s + _TICK_S)
+            start_s = self._clock.now()
+            count = self._repeat(work, self._config.measure_s)
+            end_s = self._clock.now()
+            self._repeat(work, _TICK_S)
+        finally:
+            samples = self._sampler.stop()
         clocks = self._device.supported_clocks_mhz()
         reading = read_window(samples, start_s, end_s, max(clocks, default=None))
         return (end_s - start_s) / count, reading, count
 
-    def _repeat(self, work: Callable[[], None], span_s: float) -> tuple[int, list[Sample]]:
-        """Repeat the work for a time; reads the device between repetitions."""
+    def _repeat(self, work: Callable[[], None], span_s: float) -> int:
         until_s = self._clock.now() + span_s
-        samples = [self._device.sample()]
         count = 0
         while self._clock.now() < until_s:
             work()
             count += 1
-            if self._clock.now() - samples[-1].at_s >= _SAMPLE_S:
-                samples.append(self._device.sample())
-        return max(1, count), samples
+        return max(1, count)
 
     def _cool_down(self) -> None:
         until_s = self._clock.now() + self._config.cool_s

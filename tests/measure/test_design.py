@@ -37,12 +37,11 @@ def test_it_stops_when_all_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     design = ExperimentDesign(
         job.schedule, job.clocks_mhz, ProfilingConfig(plans=12), runs.blocking_power_w
     )
+    monkeypatch.setattr("kareus_pp.measure.design.ENERGY_ACCURACY", 1e-6)
     for _ in range(7):
         settings = design.next_plan(runs)
         assert settings is not None
         runs = runs.with_runs((*runs.runs, job.run(settings)))
-    monkeypatch.setattr("kareus_pp.measure.design.ENERGY_ACCURACY", 1e-6)
-    assert design.next_plan(runs) is not None
     monkeypatch.setattr("kareus_pp.measure.design.ENERGY_ACCURACY", 0.1)
     assert design.next_plan(runs) is None
 
