@@ -93,4 +93,4 @@ def _factor(ratios: Sequence[float]) -> float:
     """
     mean = (sum(ratios) + TRUST * NORMAL_MEAN) / (len(ratios) + TRUST)
     few = float(stats.t.ppf(0.95, len(ratios) + TRUST)) / NORMAL_90
-    return MEAN_TO_90 * mean * few
+    return float(MEAN_TO_90 * mean * few)

@@ -2,7 +2,8 @@
 
 The counter of a rank gives one number per iteration: `E = sum_i t_i p_i(f_i) + P (T - busy)`.
 With the durations known it is linear in the powers p at the visited clocks and in the blocking
-power P. The physics is the prior: `p(f) = p0 + k (f_eff / f_top)^3` with the clock that is really
+power P. A waiting GPU spins at the clock it holds, so P has a part that goes with that clock.
+The physics is the prior: `p(f) = p0 + k (f_eff / f_top)^3` with the clock that is really
 reached (dynamic power goes with f V^2 and the voltage about with f), p0 and k not negative and
 common to all classes; around it each kind, each class and, smoothly over the clock, each curve may
 deviate (a Gaussian process observed through sums). The marginal likelihood sets scale and noise.
@@ -18,12 +19,15 @@ import numpy as np
 from scipy.optimize import nnls
 
 from kareus_pp.measure.kernels import Conditioned, matern, same
+from kareus_pp.measure.replay import Replay
 from kareus_pp.measure.table import Applied, Entry, Floats, Ints, Layout
 from kareus_pp.measure.time_model import TimeModel
 
 EXPONENT = 3.0
 KIND, CLASS = 0.1, 0.1
 """Relative standard deviations of a kind's and a class's power around the common curve."""
+STAGE = 0.03
+"""The same of a stage's GPU, all its classes alike (chips differ)."""
 SMOOTH_KIND, SMOOTH_CLASS = 0.03, 0.03
 """The same of the smooth deviations over the clock."""
 LENGTH = 0.2
@@ -34,9 +38,13 @@ BLOCKING_KNOWN = 0.01
 """Relative standard deviation of a measured blocking power."""
 BLOCKING_SHARED, BLOCKING_OWN = 0.15, 0.1
 """The same of a learned one, common part and part of each stage."""
-SCALES = (0.3, 1.0, 2.0)
+LEVEL_SCALES = (0.1, 0.3, 1.0, 2.0)
+SHAPE_SCALES = (0.3, 1.0, 2.0)
+"""Factors on the deviations that are tried: on levels, and on the smooth ones."""
 NOISES = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)
 """Relative scatter of a stage's energy around the model from plan to plan; likelihood decides."""
+SPIN, SPIN_SD = 0.2, 0.15
+"""Share of the blocking power that goes with the held clock, and its prior deviation."""
 HEAT_PER_K = 0.003
 """Prior standard deviation of the relative rise of power with temperature (leakage)."""
 MIN_HEAT_K = 2.0
@@ -45,12 +53,13 @@ MIN_HEAT_K = 2.0
 
 @dataclass(frozen=True)
 class Terms:
-    """What the energy of a stage is a sum of: powers at clocks, blocking power, heat.
+    """What the energy of a stage is a sum of.
 
     Attributes:
         key: Cost key of every power.
         mhz: Clock of every power.
-        stages: Number of blocking powers that follow.
+        stages: Number of blocking powers that follow, then the part of them that goes with the
+            clock at which a stage waits, then heat; 0 for powers alone.
     """
 
     key: Ints
@@ -65,6 +74,7 @@ class EnergyModel:
         entries: The measurements.
         layout: Their layout.
         times: The time model; gives the clock that is really reached and missing durations.
+        replay: Replay of the schedule; tells at which clock a stage waits how long.
         blocking_power_w: Measured blocking powers; None to learn them.
     """
 
@@ -73,11 +83,14 @@ class EnergyModel:
         entries: Sequence[Entry],
         layout: Layout,
         times: TimeModel,
+        replay: Replay,
         blocking_power_w: Sequence[float] | None,
     ) -> None:
         self.layout = layout
+        self._replay = replay
         self._times = times
         self._fixed = np.array([key.cls.kind.is_fixed for key in layout.keys])
+        self._stage = np.array([key.cls.stage for key in layout.keys], dtype=np.intp)
         self._terms = _terms(entries, layout)
         self._reference_c = _reference(entries)
         self._known_w = None if blocking_power_w is None else np.array(blocking_power_w)
@@ -92,13 +105,16 @@ class EnergyModel:
         self._set_prior(rows, energy)
         self._mean = self._prior_mean(self._terms)
         residual = energy - rows @ self._mean
-        still = rows @ self._covariance(self._terms, self._terms, 0.0) @ rows.T
-        moving = rows @ self._covariance(self._terms, self._terms, 1.0) @ rows.T - still
+        parts = [
+            rows @ self._covariance(self._terms, self._terms, (level, shape)) @ rows.T
+            for level, shape in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))
+        ]
+        still, levels, shapes = parts[0], parts[1] - parts[0], parts[2] - parts[0]
         fits = []
-        for scale, noise in product(SCALES, NOISES):
+        for level, shape, noise in product(LEVEL_SCALES, SHAPE_SCALES, NOISES):
             scatter = np.diag((noise * energy) ** 2 + error**2)
-            fit = Conditioned(still + scale**2 * moving + scatter, residual)
-            fits.append((scale, noise, fit))
+            fit = Conditioned(still + level**2 * levels + shape**2 * shapes + scatter, residual)
+            fits.append(((level, shape), noise, fit))
         self.scale, self.noise, self._fit = max(fits, key=lambda fit: fit[2].log_likelihood)
         self._rows = rows
 
@@ -140,10 +156,11 @@ class EnergyModel:
         mhz = np.concatenate([self._clock(applied) for applied, _, _ in plans])
         terms = _unique_terms(key, mhz, self.layout.schedule.stages)
         stages = range(self.layout.schedule.stages)
+        waits = self._replay.waits(np.array([duration_s for _, duration_s, _ in plans]).T).T
         rows = np.array(
             [
-                self._row(terms, applied, duration_s, time_s, stage, 0.0)
-                for applied, duration_s, time_s in plans
+                self._row(terms, applied, duration_s, wait_s, time_s, stage, 0.0)
+                for (applied, duration_s, time_s), wait_s in zip(plans, waits, strict=True)
                 for stage in stages
             ]
         )
@@ -160,27 +177,30 @@ class EnergyModel:
         return np.where(self._fixed[applied.key], float(self.layout.top_mhz), applied.mhz)
 
     def _observations(self, entries: Sequence[Entry]) -> tuple[Floats, Floats, Floats]:
+        known = [self._times.durations_s(entry.applied) for entry in entries]
+        durations = [
+            np.where(np.isfinite(entry.duration_s), entry.duration_s, model_s)
+            for entry, model_s in zip(entries, known, strict=True)
+        ]
+        waits = self._replay.waits(np.array(durations).T).T
         rows, energy, error = [], [], []
-        for entry in entries:
-            known = self._times.durations_s(entry.applied)
-            duration_s = np.where(np.isfinite(entry.duration_s), entry.duration_s, known)
-            for stage in range(self.layout.schedule.stages):
-                if not np.isfinite(entry.energy_j[stage]):
-                    continue
-                heat = entry.temperature_c[stage] - self._reference_c
+        for entry, duration_s, wait_s in zip(entries, durations, waits, strict=True):
+            heat_k = np.nan_to_num(entry.temperature_c - self._reference_c)
+            for stage in np.flatnonzero(np.isfinite(entry.energy_j)):
                 rows.append(
                     self._row(
                         self._terms,
                         entry.applied,
                         duration_s,
+                        wait_s,
                         entry.time_s,
-                        stage,
-                        float(np.nan_to_num(heat)),
+                        int(stage),
+                        float(heat_k[stage]),
                     )
                 )
                 energy.append(entry.energy_j[stage])
                 error.append(entry.energy_se_j[stage])
-        width = len(self._terms.key) + self._terms.stages + 1
+        width = _size(self._terms)
         return np.array(rows).reshape(len(rows), width), np.array(energy), np.array(error)
 
     def _row(
@@ -188,15 +208,24 @@ class EnergyModel:
         terms: Terms,
         applied: Applied,
         duration_s: Floats,
+        wait_s: Floats,
         time_s: float,
         stage: int,
         heat_k: float,
     ) -> Floats:
+        """Seconds (for heat: kelvin seconds) that each term counts in the energy of a stage."""
+        count = len(terms.key)
         mine = self.layout.stage == stage
-        place = _places(terms, applied.key[mine], self._clock(applied)[mine])
-        row = np.zeros(len(terms.key) + terms.stages + 1)
-        row[: len(terms.key)] = np.bincount(place, duration_s[mine], minlength=len(terms.key))
-        row[len(terms.key) + stage] = time_s - float(np.sum(duration_s[mine]))
+        clock = self._clock(applied)[mine]
+        place = _places(terms, applied.key[mine], clock)
+        row = np.zeros(_size(terms))
+        row[:count] = np.bincount(place, duration_s[mine], minlength=count)
+        idle_s = time_s - float(np.sum(duration_s[mine]))
+        row[count + stage] = idle_s
+        # A stage waits at the clock of what comes next; the rest is at the end of the iteration.
+        below = (clock / self.layout.top_mhz) ** EXPONENT - 1
+        rest_s = idle_s - float(np.sum(wait_s[mine]))
+        row[-2] = float(wait_s[mine] @ below) + rest_s * float(below[-1])
         row[-1] = heat_k * time_s
         return row
 
@@ -213,11 +242,11 @@ class EnergyModel:
         count = len(self._terms.key)
         ratio = self._ratio(self._terms)
         design = np.stack(
-            [rows[:, :count].sum(axis=1), rows[:, :count] @ ratio, rows[:, count:-1].sum(axis=1)], 1
+            [rows[:, :count].sum(axis=1), rows[:, :count] @ ratio, rows[:, count:-2].sum(axis=1)], 1
         )
         target = np.ones(len(energy))
         if self._known_w is not None:
-            target = target - rows[:, count:-1] @ self._known_w / energy
+            target = target - rows[:, count:-2] @ self._known_w / energy
             design = design[:, :2]
         common, _ = nnls(design / energy[:, None], target)
         self._static_w, self._dynamic_w = float(common[0]), float(common[1])
@@ -230,25 +259,33 @@ class EnergyModel:
     def _prior_mean(self, terms: Terms) -> Floats:
         powers = self._static_w + self._dynamic_w * self._ratio(terms)
         blocking = self._blocking_w[: terms.stages]
-        return np.concatenate([powers, blocking, [0.0]]) if terms.stages else powers
+        if not terms.stages:
+            return powers
+        return np.concatenate([powers, blocking, [SPIN * self._blocking_level, 0.0]])
 
-    def _covariance(self, a: Terms, b: Terms, scale: float) -> Floats:
+    def _covariance(self, a: Terms, b: Terms, scale: tuple[float, float]) -> Floats:
         """Prior covariance of the terms; blocking powers and heat follow the powers."""
         group, fixed = self._times.group, self._fixed
         kinds, classes = same(group[a.key], group[b.key]), same(a.key, b.key)
         moving = (~fixed[a.key])[:, None] & (~fixed[b.key])[None, :]
         smooth = matern(np.log(a.mhz), np.log(b.mhz), LENGTH)
+        stages = same(self._stage[a.key], self._stage[b.key])
         level = KIND**2 * kinds + CLASS**2 * classes
         shape = smooth * (SMOOTH_KIND**2 * kinds + SMOOTH_CLASS**2 * classes)
         still = FIXED**2 * (classes + kinds) / 2
-        relative = np.where(moving, scale**2 * (level + shape), still * (kinds > 0))
+        relative = np.where(
+            moving,
+            STAGE**2 * stages + scale[0] ** 2 * level + scale[1] ** 2 * shape,
+            still * (kinds > 0),
+        )
         powers = relative * self._typical(a)[:, None] * self._typical(b)[None, :]
         if not a.stages and not b.stages:
             return np.asarray(powers)
         full = np.zeros((_size(a), _size(b)))
         full[: len(a.key), : len(b.key)] = powers
         if a.stages and b.stages:
-            full[len(a.key) : -1, len(b.key) : -1] = self._blocking_covariance()
+            full[len(a.key) : -2, len(b.key) : -2] = self._blocking_covariance()
+            full[-2, -2] = (SPIN_SD * self._blocking_level) ** 2
             heat_w = HEAT_PER_K * (self._static_w + self._dynamic_w)
             full[-1, -1] = heat_w**2 if np.isfinite(self._reference_c) else 0.0
         return full
@@ -270,7 +307,7 @@ class EnergyModel:
 
 
 def _size(terms: Terms) -> int:
-    return len(terms.key) + (terms.stages + 1 if terms.stages else 0)
+    return len(terms.key) + (terms.stages + 2 if terms.stages else 0)
 
 
 def _terms(entries: Sequence[Entry], layout: Layout) -> Terms:

@@ -56,7 +56,7 @@ class JobModel:
         self.overhead = OverheadModel(
             self._features(durations[known], length_s), measured - length_s
         )
-        self.energy = EnergyModel(entries, layout, self.times, blocking_power_w)
+        self.energy = EnergyModel(entries, layout, self.times, replay, blocking_power_w)
 
     def predict(self, plans: Sequence[Applied]) -> Predicted:
         """Time and energy of plans."""

@@ -16,6 +16,7 @@ class Replay:
         self._before: list[list[int]] = [[] for _ in schedule.instructions]
         for edge in schedule.edges:
             self._before[edge.after].append(edge.before)
+        self._first = np.cumsum([0, *(len(row) for row in schedule.order[:-1])])
 
     def __call__(self, duration_s: Floats) -> Floats:
         """Iteration time without overhead; `(instructions, plans)` to `(plans,)`."""
@@ -34,6 +35,13 @@ class Replay:
                 path.append(node)
             paths.append(np.array(path, dtype=np.intp))
         return paths
+
+    def waits(self, duration_s: Floats) -> Floats:
+        """Seconds that a stage waits before each instruction; shape as `duration_s`."""
+        end = self._ends(duration_s)
+        previous = np.concatenate([np.zeros((1, end.shape[1])), end[:-1]])
+        previous[self._first[self._first < len(end)]] = 0.0
+        return np.asarray(np.maximum(end - duration_s - previous, 0.0))
 
     def _ends(self, duration_s: Floats) -> Floats:
         end = np.zeros_like(duration_s)

@@ -24,8 +24,6 @@ MAX_STILL_S = 1.0
 """A counter that does not move for this long stands still."""
 MAX_POWER_W = 3000.0
 """No single GPU or module draws more; a faster counter has jumped."""
-SETTLE_S = 0.05
-"""After a clock request the actual clock is not compared for this long."""
 CLOCK_TOLERANCE = 0.02
 """Relative difference of actual and requested clock that still counts as held."""
 MAX_SHARE_NOT_HELD = 0.1
@@ -80,7 +78,7 @@ def read_window(
     reading = _energy(samples, start_s, end_s)
     energy, energy_sd = (None, None) if isinstance(reading, str) else reading
     reason = (
-        _throttled(inside, top_mhz)
+        _throttled(samples, start_s, end_s, top_mhz)
         or _not_held(samples, start_s, end_s, top_mhz)
         or (reading if isinstance(reading, str) else "")
     )
@@ -188,29 +186,25 @@ def _power_energy(
     return energy, spread * math.sqrt(period * (end_s - start_s))
 
 
-def _throttled(inside: Sequence[Sample], top_mhz: int | None) -> str:
-    reasons = sorted(
-        {
-            reason
-            for sample in inside
-            for reason in sample.throttled
-            if reason != POWER_CAP or sample.requested_mhz not in (DEFAULT_CLOCK, top_mhz)
-        }
-    )
-    return f"throttled: {', '.join(reasons)}" if reasons else ""
+def _throttled(samples: Sequence[Sample], start_s: float, end_s: float, top_mhz: int | None) -> str:
+    """Grounds for throttling, but for those that hold while a clock request is being followed."""
+    reasons: set[str] = set()
+    for before, sample in pairwise(sorted(samples, key=lambda s: s.at_s)):
+        if not start_s <= sample.at_s <= end_s or sample.requested_mhz != before.requested_mhz:
+            continue
+        capped = sample.requested_mhz not in (DEFAULT_CLOCK, top_mhz)
+        reasons.update(r for r in sample.throttled if r != POWER_CAP or capped)
+    return f"throttled: {', '.join(sorted(reasons))}" if reasons else ""
 
 
 def _not_held(samples: Sequence[Sample], start_s: float, end_s: float, top_mhz: int | None) -> str:
-    """A clock that was requested a while ago and is not there."""
-    changed_s = -math.inf
+    """A clock that was requested before the last sample already, and is not there."""
     checked = missed = 0
     example = ""
     for before, sample in pairwise(sorted(samples, key=lambda s: s.at_s)):
-        if sample.requested_mhz != before.requested_mhz:
-            changed_s = sample.at_s
-        wanted, actual = sample.requested_mhz, sample.clock_mhz
-        if not start_s <= sample.at_s <= end_s or sample.at_s - changed_s < SETTLE_S:
+        if not start_s <= sample.at_s <= end_s or sample.requested_mhz != before.requested_mhz:
             continue
+        wanted, actual = sample.requested_mhz, sample.clock_mhz
         if wanted is None or actual is None or wanted in (DEFAULT_CLOCK, top_mhz):
             continue
         checked += 1

@@ -100,7 +100,9 @@ class Entry:
     Attributes:
         name: Name of the run.
         applied: The plan.
-        duration_s: Median duration of every instruction; NaN where nothing usable.
+        duration_s: Mean duration of every instruction; NaN where nothing usable.
+        durations_s: Durations one by one, equal iterations once (a file may hold medians over
+            iterations only); shape `(iterations, instructions)`.
         time_s: Mean iteration time.
         time_se_s: Its standard error; NaN with fewer than three iterations.
         energy_j: Mean energy of each stage; NaN where not usable; shape `(stages,)`.
@@ -112,6 +114,7 @@ class Entry:
     name: str
     applied: Applied
     duration_s: Floats
+    durations_s: Floats
     time_s: float
     time_se_s: float
     energy_j: Floats
@@ -162,7 +165,8 @@ def entry_of(run: PlanRun, layout: Layout) -> Entry | None:
     return Entry(
         name=run.name,
         applied=layout.apply(run.settings),
-        duration_s=_median(durations),
+        duration_s=_mean(durations)[0],
+        durations_s=np.unique(durations, axis=0),
         time_s=float(time_s[0]),
         time_se_s=float(time_se_s[0]),
         energy_j=energy_j,
@@ -183,14 +187,6 @@ def _per_stage(rows: Sequence[Sequence[float | None]], flagged: list[list[bool]]
         ],
         dtype=float,
     )
-
-
-def _median(values: Floats) -> Floats:
-    """Median of every column, NaN left out."""
-    result = np.full(values.shape[1], np.nan)
-    some = np.isfinite(values).any(axis=0)
-    result[some] = np.nanmedian(values[:, some], axis=0)
-    return result
 
 
 def _mean(values: Floats) -> tuple[Floats, Floats]:

@@ -201,10 +201,11 @@ def _chosen(points: Points, mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) ->
 
 
 def _points(entries: Sequence[Entry], layout: Layout) -> Points:
-    """Medians over microbatches and plans; fixed kinds count as one clock."""
-    key = np.concatenate([entry.applied.key for entry in entries])
-    mhz = np.concatenate([entry.applied.mhz for entry in entries])
-    time_s = np.concatenate([entry.duration_s for entry in entries])
+    """Medians over microbatches, iterations and plans; fixed kinds count as one clock."""
+    rows = [(entry, row) for entry in entries for row in entry.durations_s]
+    key = np.concatenate([entry.applied.key for entry, _ in rows])
+    mhz = np.concatenate([entry.applied.mhz for entry, _ in rows])
+    time_s = np.concatenate([row for _, row in rows])
     fixed = np.array([cost.cls.kind.is_fixed for cost in layout.keys])
     mhz = np.where(fixed[key], float(layout.top_mhz), mhz)
     usable = np.isfinite(time_s) & (time_s > 0)

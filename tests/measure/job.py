@@ -27,6 +27,7 @@ class Job:
     overhead_s: float = 0.05
     time_noise: float = 0.0
     energy_noise: float = 0.0
+    spin: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,11 +59,32 @@ class Job:
         for stage in range(self.schedule.stages):
             mine = [n for n, (s, _, _) in enumerate(flat) if s == stage]
             busy = sum(duration[n] * self.power_w(flat[n][1], flat[n][2]) for n in mine)
-            waiting = self.blocking_w * (time_s - duration[mine].sum())
+            waiting = self._waiting_j(stage, mine, start, duration, [f[2] for f in flat], time_s)
             noise = 1 + self.energy_noise * self.rng.standard_normal()
             energy.append(float((busy + waiting) * noise))
         rows = np.split(duration, np.cumsum([len(row) for row in self.schedule.order])[:-1])
         return IterationRecord(time_s, tuple(tuple(map(float, r)) for r in rows), tuple(energy))
+
+    def _waiting_j(
+        self,
+        stage: int,
+        mine: list[int],
+        start: np.ndarray,
+        duration: np.ndarray,
+        mhz: list[float],
+        time_s: float,
+    ) -> float:
+        """A stage waits at the clock of what comes next; a part of the power goes with it."""
+        energy = 0.0
+        spans = [
+            (start[n] - free, mhz[n])
+            for n, free in zip(mine, [0.0, *(start + duration)[mine][:-1]], strict=True)
+        ]
+        free_s = time_s - sum(span for span, _ in spans) - duration[mine].sum()
+        for span, clock in [*spans, (free_s, mhz[mine[-1]])]:
+            ratio = (clock / self.clocks_mhz[-1]) ** 3
+            energy += span * self.blocking_w * (1 - self.spin + self.spin * ratio)
+        return energy
 
     def uniform(self, mhz: int | None) -> Settings:
         return tuple(tuple(Setting(mhz) for _ in row) for row in self.schedule.order)
