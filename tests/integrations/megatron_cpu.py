@@ -42,6 +42,12 @@ class _NullTracker:
     def get_states(self) -> dict[str, Any]:
         return {}
 
+    def reset(self) -> None: ...
+
+    def add(self, name: str, seed: int) -> None: ...
+
+    def set_states(self, states: dict[str, Any]) -> None: ...
+
     @contextlib.contextmanager
     def fork(self, *_: Any) -> Iterator[None]:
         yield
