@@ -1,44 +1,16 @@
-"""`python -m kareus_pp.launch ...` for a Megatron-LM checkout on a machine without CUDA.
-
-Its `initialize_megatron` insists on CUDA, and its loop reports memory and seeds generators: here a
-device is claimed that answers such questions and does nothing.
-"""
+"""`python -m kareus_pp.launch ...` for a Megatron-LM checkout on a machine without CUDA."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import torch
+from kareus_pp.integrations._import_hook import on_import
 from kareus_pp.launch._run import main
 
 import tests.integrations.megatron_stubs  # noqa: F401  before Megatron is imported
+from tests.integration.megatron_lm_claims import claim_cuda, use_installed_helpers
 from tests.integrations.megatron_cpu import megatron_on_cpu
-
-
-def claim_cuda() -> None:
-    """Have `torch.cuda` answer as if there were a device."""
-    cuda = torch.cuda
-    cuda.is_available = lambda: True
-    cuda.device_count = lambda: 8
-    cuda.get_device_name = lambda *_: "none"
-    cuda.get_device_capability = lambda *_: (8, 0)
-    cuda.get_device_properties = lambda *_: SimpleNamespace(
-        major=8, minor=0, name="none", multi_processor_count=1, total_memory=1 << 30
-    )
-    for name in ("manual_seed", "manual_seed_all", "empty_cache", "reset_peak_memory_stats"):
-        setattr(cuda, name, lambda *_, **__: None)
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
-        setattr(cuda, name, lambda *_, **__: 0)
-    cuda.max_memory_reserved = cuda.memory_reserved
-    cuda.memory_stats = lambda *_, **__: dict.fromkeys(
-        ("allocation.all.current", "num_alloc_retries", "num_ooms"), 0
-    )
-    cuda.mem_get_info = lambda *_: (1 << 30, 1 << 30)
-    cuda.get_rng_state = lambda *_: torch.get_rng_state()
-    cuda.set_rng_state = lambda *_: None
-
 
 if __name__ == "__main__":
     claim_cuda()
+    on_import("megatron.core.datasets.utils", use_installed_helpers)
     with megatron_on_cpu():
         main()
