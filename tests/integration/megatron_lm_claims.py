@@ -6,19 +6,33 @@ device is claimed that answers such questions and does nothing.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
 
 
+class _Inert:
+    """A stream, or an event, of a device that does nothing."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        return lambda *_, **__: 0
+
+
 def claim_cuda() -> None:
     """Have `torch.cuda` answer as if there were a device."""
     cuda = torch.cuda
     cuda.is_available = lambda: True
+    cuda.Stream = cuda.Event = _Inert
+    cuda.current_stream = cuda.default_stream = lambda *_: _Inert()
+    cuda.stream = lambda *_: contextlib.nullcontext()
     cuda.device_count = lambda: 8
     cuda.get_device_name = lambda *_: "none"
     cuda.get_device_capability = lambda *_: (8, 0)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from kareus_pp.integrations import megatron
 from megatron.core import dist_checkpointing
 
+from examples.megatron_on_cpu import megatron_on_cpu
 from kareus_pp.builders import build_1f1b
 from kareus_pp.plan import Plan
 from kareus_pp.runtime.events import read_events
 from tests.integrations import megatron_cases as cases
-from tests.integrations.megatron_cpu import megatron_on_cpu
 from tests.integrations.modes import all_ready, striped_plan
 
 PP, MICROBATCHES, RAMPED_UP = 2, 4, 6
