@@ -66,6 +66,8 @@ def megatron_on_cpu() -> Iterator[None]:
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_stream = lambda *_: _STREAM()
     torch.cuda.set_device = lambda *_: None
+    torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    torch.cuda.random.set_rng_state = lambda *_, **__: None
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
     on_import("megatron.core.tensor_parallel.random", _without_cuda_states)
     with CpuMode():

@@ -30,7 +30,7 @@ with warnings.catch_warnings():
 
 from kareus_pp.integrations.megatron import attach, detach
 
-VOCABULARY = 256
+VOCABULARY = 512
 
 
 def main() -> None:
@@ -127,7 +127,7 @@ def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[A
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mean = output.float().mean()
-        return mean, {"loss": mean.detach()}
+        return mean, {"loss": mean.detach().clone()}
 
     return output, loss
 

@@ -42,6 +42,14 @@ class Job:
             cases.update(self.models)
             self.log.append(("train", microbatches))
 
+    def small(self, _: int = 0) -> None:
+        """A step of microbatches of another shape."""
+        with mock.patch.object(cases, "BATCH", 1):
+            seed = len(self.log)
+            self.losses.append(cases.one_step(self.models, MICROBATCHES, seed)[0])
+            cases.update(self.models)
+            self.log.append(("small", 0))
+
     def train_until_applied(self) -> None:
         deadline = time.monotonic() + 60.0
         while not all_ready(megatron.session() is not None and megatron.session().phase == "apply"):
@@ -93,6 +101,7 @@ def life(folder: str) -> dict[str, Any]:
         job.save()
         job.train(MICROBATCHES, 2)
         job.train(RAMPED_UP, 5)
+        job.small()
         job.train(MICROBATCHES, 3)
         megatron.detach()
         megatron.attach({**config, "output": str(place / "resumed")})

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from kareus_pp.integrations.megatron import refuse_full_iteration_graphs
 
-TRAINED, RAMPED_UP = "4:2x8", "6:2x8"
+TRAINED, RAMPED_UP, OTHER_SHAPE = "4:2x8", "6:2x8", "4:1x8"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_evaluation_and_saving_run_at_default_clocks_and_are_no_steps(
         reasons = [e["reason"] for e in rank["first"] if e["event"] == "suspend"]
         assert reasons == ["evaluation", "checkpoint"]
         keys = {e["key"] for e in rank["first"] if e["event"] == "step"}
-        assert keys == {TRAINED, RAMPED_UP}
+        assert keys == {TRAINED, RAMPED_UP, OTHER_SHAPE}
 
 
 def test_the_plan_holds_after_evaluation_saving_and_ramp_up(lived: list[dict[str, Any]]) -> None:
@@ -68,6 +68,12 @@ def test_an_unknown_number_of_microbatches_runs_at_default_clocks(
         clocks = {text.split()[1] for event in ramped for text in event["instructions"]}
         assert clocks == {"default"}
         assert not [e for e in rank["first"] if e["event"] == "stand-down"]
+
+
+def test_another_shape_runs_at_default_clocks(lived: list[dict[str, Any]]) -> None:
+    for rank in lived:
+        (step,) = steps(rank["first"], OTHER_SHAPE)
+        assert {text.split()[1] for text in step["instructions"]} == {"default"}
 
 
 def test_a_resumed_job_takes_the_plan_up_again(lived: list[dict[str, Any]]) -> None:
