@@ -21,7 +21,11 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-MEASUREMENTS = ["benchmarks.hooks_deepspeed:measure"]
+MEASUREMENTS = [
+    "benchmarks.hooks_deepspeed:measure",
+    "benchmarks.hooks_megatron:measure",
+    "benchmarks.hooks_torch:measure",
+]
 """One function for each framework, as `module:function`; each yields rows."""
 LIMIT_US = 5.0
 

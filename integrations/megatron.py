@@ -45,6 +45,8 @@ _STEPS = (
 )
 _BACKWARDS = ("backward_step", "backward_step_multimodule")
 _FUSED = "combined_forward_backward_step"
+HOOKED = ("forward_step", *_BACKWARDS, *_STEPS)
+"""Functions of the schedules' module that are replaced, as far as a version has them."""
 _FINGERPRINT = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_moe_experts"),
     *("params_dtype", "fp16", "bf16", "fp8", "fp8_recipe"),

@@ -9,6 +9,7 @@ checked while Megatron parses. An old Megatron without that function gets them t
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -42,7 +43,7 @@ def add_kareus_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         field = KareusConfig.model_fields[name]
         group.add_argument(
             f"--kareus-{name}",
-            type=_checked(lambda text, name=name: parse_config({name: text}, "the command line")),
+            type=_checked(functools.partial(_check_value, name)),
             default=None,
             metavar=_METAVARS.get(name, "FILE"),
             help=(
@@ -50,6 +51,10 @@ def add_kareus_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
             ).replace("%", "%%"),
         )
     return parser
+
+
+def _check_value(name: str, text: str) -> KareusConfig:
+    return parse_config({name: text}, "the command line")
 
 
 def _checked(check: Callable[[str], Any]) -> Callable[[str], str]:

@@ -23,8 +23,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from examples.megatron_on_cpu import megatron_on_cpu
 from kareus_pp.schedule import Instruction, Kind
-from tests.integrations.megatron_cpu import megatron_on_cpu
 from tests.integrations.modes import off_observe_apply
 from tests.integrations.recorder import Recorder
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import typing
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -14,6 +16,7 @@ from unittest import mock
 # Torch looks for triton itself, and must do so before the stub is there.
 import torch._inductor.select_algorithm
 import torch.utils.flop_counter  # noqa: F401
+import typing_extensions
 
 
 class _Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -47,3 +50,21 @@ def stub_missing(name: str) -> None:
 
 # Megatron-LM 0.20 imports kernels written in it, and runs none of them here.
 stub_missing("triton")
+
+# Megatron-LM 0.20 is written for Python 3.12.
+if not hasattr(typing, "override"):
+    typing.override = typing_extensions.override  # type: ignore[attr-defined]
+
+
+_expand_help = argparse.HelpFormatter._expand_help
+
+
+def _expand_or_leave(formatter: argparse.HelpFormatter, action: argparse.Action) -> str:
+    """Megatron-LM 0.20 has a bare percent sign in a help text, on which its `--help` fails."""
+    try:
+        return _expand_help(formatter, action)
+    except ValueError:
+        return str(action.help)
+
+
+argparse.HelpFormatter._expand_help = _expand_or_leave  # type: ignore[method-assign]

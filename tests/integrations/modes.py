@@ -100,7 +100,7 @@ def run(
     results: list[tuple[list[float], list[str]]] = []
     deadline = time.monotonic() + _DEADLINE_S
     try:
-        while not _all(ready()):
+        while not all_ready(ready()):
             assert time.monotonic() < deadline, f"{config['mode']}: not ready in time"
             results.append(training.step(len(results)))
         results += [training.step(len(results) + n) for n in range(more)]
@@ -109,7 +109,8 @@ def run(
     return results
 
 
-def _all(ready: bool) -> bool:
+def all_ready(ready: bool) -> bool:
+    """Whether this rank and all others are ready."""
     votes = torch.tensor(int(ready))
     dist.all_reduce(votes, dist.ReduceOp.MIN)
     return bool(votes)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from kareus_pp.integrations._import_hook import on_import
 from torch.overrides import TorchFunctionMode
 
 _STREAM = type("Stream", (), {"__getattr__": lambda self, name: lambda *a, **k: None})
@@ -42,23 +42,33 @@ class _NullTracker:
     def get_states(self) -> dict[str, Any]:
         return {}
 
+    def reset(self) -> None: ...
+
+    def add(self, name: str, seed: int) -> None: ...
+
+    def set_states(self, states: dict[str, Any]) -> None: ...
+
     @contextlib.contextmanager
     def fork(self, *_: Any) -> Iterator[None]:
         yield
 
 
+def _without_cuda_states(random: Any) -> None:
+    random._CUDA_RNG_STATE_TRACKER = _NullTracker()
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    random.initialize_rng_tracker = lambda *_, **__: None
+
+
 @contextlib.contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Run Megatron-Core on this CPU; everything it does is otherwise its own."""
-    from megatron.core.tensor_parallel import random as megatron_random
-
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_stream = lambda *_: _STREAM()
     torch.cuda.set_device = lambda *_: None
+    torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    torch.cuda.random.set_rng_state = lambda *_, **__: None
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
-    megatron_random._CUDA_RNG_STATE_TRACKER = _NullTracker()
-    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
-    megatron_random.initialize_rng_tracker = functools.partial(lambda *a, **k: None)
+    on_import("megatron.core.tensor_parallel.random", _without_cuda_states)
     with CpuMode():
         yield
