@@ -114,5 +114,7 @@ def decode(kind: type[MessageT], text: str) -> MessageT:
         values: Any = json.loads(text)
         message: MessageT = TypeAdapter(kind).validate_python(values)
     except (ValueError, ValidationError) as error:
-        raise FormatError(f"malformed {kind.__name__.lower()} message from a rank: {error}") from None
+        raise FormatError(
+            f"malformed {kind.__name__.lower()} message from a rank: {error}"
+        ) from None
     return message
