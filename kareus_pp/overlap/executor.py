@@ -181,6 +181,7 @@ class OverlapBlock:
         output_dimension: Batch dimension of its outputs.
         hidden: Attributes of the module that its shadow does not get.
         refusal: Why this block always runs sequentially; empty where it need not.
+        undo: Called when the block is detached.
 
     Attributes:
         programs: What was observed, by phase.
@@ -195,6 +196,7 @@ class OverlapBlock:
         output_dimension: int,
         hidden: tuple[str, ...] = (),
         refusal: str = "",
+        undo: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self.refusal = refusal
@@ -205,6 +207,7 @@ class OverlapBlock:
         self._hooks = SlotHooks(module)
         self._shadow: ShadowTree | None = None
         self._hidden = hidden
+        self._undo = undo
         if not refusal:
             self._hooks.install()
         executor.blocks.append(self)
@@ -243,7 +246,7 @@ class OverlapBlock:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        dimensions: Callable[[tuple[Any, ...], dict[str, Any]], list[int | None]],
+        dimensions: list[int | None],
         batch: int,
     ) -> Any:
         """Run a forward through the boundary.
@@ -252,7 +255,8 @@ class OverlapBlock:
             function: Called with the number of the nanobatch, then as the block's forward.
             args: Positional arguments of the whole microbatch.
             kwargs: Keyword arguments.
-            dimensions: Gives the batch dimension of every leaf of the arguments.
+            dimensions: Batch dimension of every leaf of the arguments, in the order of torch's
+                pytree; None where both nanobatches share it whole.
             batch: Batch size of the microbatch, at least 2.
 
         Returns:
@@ -268,7 +272,7 @@ class OverlapBlock:
             function=function,
             leaves=leaves,
             spec=spec,
-            dimensions=dimensions(args, kwargs),
+            dimensions=dimensions,
             output_dimension=self._output_dimension,
             sizes=(batch,) if observes else (batch - batch // 2, batch // 2),
         )
@@ -314,7 +318,8 @@ class OverlapBlock:
         return results
 
     def detach(self) -> None:
-        """Take the hooks away."""
+        """Take the hooks away and leave the module as it was."""
+        self._undo()
         self._hooks.remove()
         self._shadow = None
 

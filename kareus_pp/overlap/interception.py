@@ -41,22 +41,20 @@ class Collective(NamedTuple):
         original: The method itself, unbound.
         group: The process group it was called on.
         args: Its arguments without the group; they keep the tensors alive.
+        is_asynchronous: True where the caller asked for a handle to wait on; False where that is
+            not known.
     """
 
     method: str
     original: Callable[..., Any]
     group: ProcessGroup
     args: tuple[Any, ...]
+    is_asynchronous: bool
 
     @property
     def word(self) -> str:
         """What it is: `all-reduce`, `all-gather` or `reduce-scatter`."""
         return _WORDS[self.method]
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """True where the caller asked for a handle to wait on; False where that is not known."""
-        return bool(getattr(self.args[-1], "asyncOp", False)) if self.args else False
 
     @property
     def is_asynchronous_gather(self) -> bool:
@@ -131,6 +129,7 @@ def _intercepted(method: str) -> Callable[..., Any]:
         handler = _thread.handler
         if handler is None or kwargs:
             return original(group, *args, **kwargs)
-        return handler(Collective(method, original, group, args))
+        asynchronous = bool(args) and getattr(args[-1], "asyncOp", False)
+        return handler(Collective(method, original, group, args, asynchronous))
 
     return call

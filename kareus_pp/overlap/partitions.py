@@ -175,11 +175,11 @@ def build_program(phase: str, segments: Sequence[Segment]) -> Program:
 def relative_name(event: str) -> str:
     """The name of a boundary without its phase and without the layer it lies in.
 
-    `f:layers.3.mlp.linear_fc1` becomes `mlp.linear_fc1`.
+    `f:layers.3.mlp.linear_fc1` becomes `mlp.linear_fc1`, and `f:layers.3` becomes `layers`.
     """
     parts = event.partition(":")[2].split(".")
     last_number = max((i for i, part in enumerate(parts) if part.isdecimal()), default=-1)
-    return ".".join(parts[last_number + 1 :]) or ".".join(parts)
+    return ".".join(parts[last_number + 1 :] or parts[:-1])
 
 
 class _Kind(NamedTuple):

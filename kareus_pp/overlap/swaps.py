@@ -80,27 +80,26 @@ class RandomState:
 
 
 class Variable:
-    """Swaps one variable: nanobatch 0 sees the present value, nanobatch 1 another one.
+    """Swaps one variable.
+
+    After a forward nanobatch 0's value stays, after a backward the value at its beginning comes
+    back, as for random state.
 
     Args:
         get: Reads the variable.
         put: Writes it.
-        other: Gives the value that nanobatch 1 begins with from that of nanobatch 0.
+        begin: Gives the two nanobatches' first values from the present one.
         phases: Phases in which it is swapped.
-        keeps: True where nanobatch 0's last value stays; False where the value at the beginning
-            comes back.
     """
 
     def __init__(
         self,
         get: Callable[[], Any],
         put: Callable[[Any], None],
-        other: Callable[[Any], Any],
+        begin: Callable[[Any], tuple[Any, Any]],
         phases: tuple[str, ...] = ("forward", "backward"),
-        keeps: bool = True,
     ) -> None:
-        self._get, self._put, self._other = get, put, other
-        self._phases, self._keeps = phases, keeps
+        self._get, self._put, self._begin, self._phases = get, put, begin, phases
         self._active = False
         self._values: list[Any] = [None, None]
         self._entry: Any = None
@@ -110,7 +109,7 @@ class Variable:
         self._active = phase in self._phases
         if self._active:
             self._entry = self._get()
-            self._values = [self._entry, self._other(self._entry)]
+            self._values = list(self._begin(self._entry))
 
     def leave(self, nanobatch: int) -> None:
         """Keep the value of a nanobatch that stops running."""
@@ -125,5 +124,5 @@ class Variable:
     def finish(self, phase: str) -> None:
         """Install the value with which the caller goes on."""
         if self._active:
-            self._put(self._values[0] if self._keeps else self._entry)
+            self._put(self._values[0] if phase == "forward" else self._entry)
         self._active, self._entry, self._values = False, None, [None, None]
