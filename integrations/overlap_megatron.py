@@ -22,9 +22,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from kareus_pp.errors import OverlapError
-from kareus_pp.overlap.agreement import Agreement
-from kareus_pp.overlap.communicators import CommunicatorPool
-from kareus_pp.overlap.executor import OverlapBlock, OverlapExecutor
+from kareus_pp.overlap.executor import OverlapBlock, OverlapExecutor, replace_forward
+from kareus_pp.overlap.generic import group_agreement, group_pool
 from kareus_pp.overlap.scheduler import Swap
 from kareus_pp.overlap.swaps import Variable, derived_state
 from kareus_pp.overlap.thread_context import gpu_in_use
@@ -81,8 +80,8 @@ def attach(
     executor = OverlapExecutor(
         [group],
         swaps=_swaps(chunks),
-        agreement=_agreement(group, timeout_s),
-        pool=_pool(group, levels) if levels else None,
+        agreement=group_agreement(group, timeout_s),
+        pool=group_pool(group, levels) if levels else None,
     )
     for name, block in blocks:
         _attach_block(executor, block, name, refusal(block, allow_untested))
@@ -93,14 +92,6 @@ def _attach_block(
     executor: OverlapExecutor, block: TransformerBlock, name: str, refused: str
 ) -> None:
     original: Callable[..., Any] = block.forward
-    had_own_forward = "forward" in block.__dict__
-
-    def undo() -> None:
-        if had_own_forward:
-            block.forward = original
-        else:
-            block.__dict__.pop("forward", None)
-
     overlapped = OverlapBlock(
         executor,
         block,
@@ -108,7 +99,7 @@ def _attach_block(
         output_dimension=1,
         hidden=("forward", "_checkpointed_forward"),
         refusal=refused,
-        undo=undo,
+        undo=lambda: undo(),
     )
     recomputes_fully = block.config.recompute_granularity == "full"
     replaced = _recompute_replaced if recomputes_fully else _layers_replaced
@@ -123,7 +114,7 @@ def _attach_block(
         with replaced(overlapped, block):
             return original(*args, **kwargs)
 
-    block.forward = forward
+    undo = replace_forward(block, forward)
 
 
 def _argument_names(block: TransformerBlock) -> tuple[str, ...]:
@@ -402,20 +393,3 @@ def _tensor_parallel_group(block: TransformerBlock) -> dist.ProcessGroup:
         getattr(collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
     )
     return group
-
-
-def _agreement(group: dist.ProcessGroup, timeout_s: float) -> Agreement:
-    ranks = dist.get_process_group_ranks(group)
-    return Agreement(
-        dist.distributed_c10d._get_default_store(),
-        group="-".join(map(str, ranks)),
-        rank=group.rank(),
-        size=group.size(),
-        timeout_s=timeout_s,
-    )
-
-
-def _pool(group: dist.ProcessGroup, levels: Sequence[int]) -> CommunicatorPool:
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, tuple(dist.get_process_group_ranks(group)))
-    return CommunicatorPool.create(sorted(set(everywhere)), levels, group)

@@ -182,6 +182,8 @@ class OverlapBlock:
         hidden: Attributes of the module that its shadow does not get.
         refusal: Why this block always runs sequentially; empty where it need not.
         undo: Called when the block is detached.
+        complete_shadow: Called with the shadow whenever it was refreshed, to replace modules that
+            the block names in other ways than as submodules.
 
     Attributes:
         programs: What was observed, by phase.
@@ -197,6 +199,7 @@ class OverlapBlock:
         hidden: tuple[str, ...] = (),
         refusal: str = "",
         undo: Callable[[], None] = lambda: None,
+        complete_shadow: Callable[[ShadowTree], None] = lambda tree: None,
     ) -> None:
         self.name = name
         self.refusal = refusal
@@ -208,6 +211,7 @@ class OverlapBlock:
         self._shadow: ShadowTree | None = None
         self._hidden = hidden
         self._undo = undo
+        self._complete_shadow = complete_shadow
         if not refusal:
             self._hooks.install()
         executor.blocks.append(self)
@@ -221,10 +225,14 @@ class OverlapBlock:
             reason: Gives the reason against it in words, empty where there is none; asked only
                 where the setting wants nanobatches.
         """
-        if is_nanobatch_thread() or not torch.is_grad_enabled() or not self.module.training:
-            return False
         executor = self._executor
         wanted = not executor.setting_for(FORWARD).is_sequential
+        if not torch.is_grad_enabled() or not self.module.training:
+            if wanted:
+                executor._refuse(f"{self.name}: evaluation wants no backward")
+            return False
+        if is_nanobatch_thread():
+            return False
         if not wanted and FORWARD in self.programs:
             executor.executed[FORWARD, "sequential"] += 1
             return False
@@ -266,6 +274,7 @@ class OverlapBlock:
             self._shadow = ShadowTree(self.module, self._hidden)
         else:
             self._shadow.refresh()
+        self._complete_shadow(self._shadow)
         leaves, spec = tree_flatten((args, kwargs))
         observes = FORWARD not in self.programs
         call = BlockCall(
@@ -324,31 +333,15 @@ class OverlapBlock:
         self._shadow = None
 
 
-def batch_dimensions(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dimension: int, batch: int
-) -> list[int | None]:
-    """The batch dimension of every leaf of arguments: the same for all tensors that have it.
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Replace the forward of one instance; returns a function that puts the old one back."""
+    previous = module.__dict__.get("forward")
+    module.forward = forward  # type: ignore[method-assign]
 
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        dimension: Batch dimension.
-        batch: Batch size; tensors of another size in that dimension are shared whole.
-    """
-    leaves, _ = tree_flatten((args, kwargs))
-    return [
-        dimension
-        if isinstance(leaf, torch.Tensor)
-        and leaf.dim() > dimension
-        and leaf.size(dimension) == batch
-        else None
-        for leaf in leaves
-    ]
+    def undo() -> None:
+        if previous is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.forward = previous  # type: ignore[method-assign]
 
-
-def shared_gradient(leaves: Iterable[Any], dimensions: Iterable[int | None]) -> bool:
-    """True where an input that both nanobatches share whole wants a gradient."""
-    return any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad and dimension is None
-        for leaf, dimension in zip(leaves, dimensions, strict=True)
-    )
+    return undo

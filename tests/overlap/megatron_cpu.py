@@ -6,9 +6,11 @@ unmodified. Its named CUDA random states live in the CPU generator.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.machinery
 import importlib.util
+import logging
 import sys
 import types
 import warnings
@@ -53,6 +55,12 @@ def setup() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
+    if not hasattr(megatron_random, "FP8GlobalStateManager"):
+        # Selective recomputation asks Transformer Engine whether FP8 is on.
+        megatron_random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        megatron_random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
+        megatron_random.fp8_autocast = lambda **_: contextlib.nullcontext()
 
 
 def _stub_triton() -> None:
