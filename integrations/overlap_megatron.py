@@ -25,8 +25,7 @@ from kareus_pp.errors import OverlapError
 from kareus_pp.overlap.executor import OverlapBlock, OverlapExecutor, replace_forward
 from kareus_pp.overlap.generic import group_agreement, group_pool
 from kareus_pp.overlap.scheduler import Swap
-from kareus_pp.overlap.swaps import Variable, derived_state
-from kareus_pp.overlap.thread_context import gpu_in_use
+from kareus_pp.overlap.swaps import Variable, random_tracker
 
 _block_module: Any = importlib.import_module("megatron.core.transformer.transformer_block")
 
@@ -246,6 +245,10 @@ def refusal(block: TransformerBlock, allow_untested: bool = False) -> str:
             has("distribute_saved_activations"),
             "distribute_saved_activations gathers inputs in the order of whole microbatches",
         ),
+        (
+            not _random_states_can_be_swapped(),
+            "the random states are those of CUDA graphs or of Transformer Engine",
+        ),
         (has("enable_mhc_connections"), "hyper-connections pass more than one hidden state"),
         (_is_sharded(block), "FSDP gathers parameters in the order of whole microbatches"),
         (
@@ -258,6 +261,12 @@ def refusal(block: TransformerBlock, allow_untested: bool = False) -> str:
         ),
     )
     return next((words for holds, words in checks if holds), "")
+
+
+def _random_states_can_be_swapped() -> bool:
+    tracker = megatron_random.get_cuda_rng_tracker()
+    states = getattr(tracker, "states_", None)
+    return states is not None and all(isinstance(s, torch.Tensor) for s in states.values())
 
 
 def _is_sharded(block: TransformerBlock) -> bool:
@@ -315,7 +324,7 @@ def _swaps(chunks: Sequence[nn.Module]) -> list[Swap]:
     swaps: list[Swap] = [
         _module_variable(parallel_state, "_GLOBAL_MEMORY_BUFFER", _second_memory_buffer()),
         _module_variable(megatron_random, "IS_CHECKPOINTING", lambda value: (value, value)),
-        _random_tracker(),
+        random_tracker(megatron_random.get_cuda_rng_tracker),
     ]
     groups = [
         group
@@ -343,30 +352,6 @@ def _second_memory_buffer() -> Callable[[Any], tuple[Any, Any]]:
         return buffer, made[0] if buffer is not None else None
 
     return begin
-
-
-def _random_tracker() -> Variable:
-    """The named random states of model-parallel regions, and which one is in use."""
-
-    def get() -> Any:
-        tracker = megatron_random.get_cuda_rng_tracker()
-        return dict(getattr(tracker, "states_", {})), getattr(tracker, "_current_state_name", None)
-
-    def put(value: Any) -> None:
-        tracker = megatron_random.get_cuda_rng_tracker()
-        if hasattr(tracker, "states_"):
-            tracker.states_ = dict(value[0])
-            tracker._current_state_name = value[1]
-
-    def begin(value: Any) -> tuple[Any, Any]:
-        states, current = value
-        device = "cuda" if gpu_in_use() else "cpu"
-        return value, (
-            {name: derived_state(state, device) for name, state in states.items()},
-            current,
-        )
-
-    return Variable(get, put, begin)
 
 
 def _last_microbatch(groups: Sequence[Any]) -> Variable:

@@ -126,3 +126,32 @@ class Variable:
         if self._active:
             self._put(self._values[0] if phase == "forward" else self._entry)
         self._active, self._entry, self._values = False, None, [None, None]
+
+
+def random_tracker(get_tracker: Callable[[], Any]) -> Variable:
+    """Swaps the named random states of model-parallel regions, and which one is in use.
+
+    Args:
+        get_tracker: Gives the framework's tracker: a `CudaRNGStatesTracker` of Megatron's making,
+            which DeepSpeed has too.
+    """
+
+    def get() -> Any:
+        tracker = get_tracker()
+        return dict(tracker.states_), getattr(tracker, "_current_state_name", None)
+
+    def put(value: Any) -> None:
+        tracker = get_tracker()
+        tracker.states_ = dict(value[0])
+        if value[1] is not None:
+            tracker._current_state_name = value[1]
+
+    def begin(value: Any) -> tuple[Any, Any]:
+        states, current = value
+        device = "cuda" if gpu_in_use() else "cpu"
+        return value, (
+            {name: derived_state(state, device) for name, state in states.items()},
+            current,
+        )
+
+    return Variable(get, put, begin)

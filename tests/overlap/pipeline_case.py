@@ -124,9 +124,9 @@ def pipeline(
         dtype: Data type.
         sequential_share: Share of microbatches that run sequentially.
     """
+    job = _Job(virtual, microbatches, dtype)
     from kareus_pp.integrations import overlap_megatron
 
-    job = _Job(virtual, microbatches, dtype)
     references = [job.step(step) for step in range(steps)]
     executor = overlap_megatron.attach(job.chunks)
     try:
