@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -100,6 +103,10 @@ def train(
     steps: int = 4,
 ) -> dict[str, Any]:
     """Parameters after steps of SGD against those without overlap; float32, as DeepSpeed needs."""
+    # DeepSpeed compiles a small operator; other versions of it compile another of the same name.
+    os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(
+        tempfile.gettempdir(), f"torch-extensions-deepspeed-{metadata.version('deepspeed')}"
+    )
     import deepspeed
     from deepspeed.module_inject.layers import TensorParallel_Layer, set_autotp_mode
     from kareus_pp.integrations import overlap_deepspeed

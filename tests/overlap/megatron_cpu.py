@@ -46,6 +46,8 @@ def setup() -> None:
     torch.cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)  # type: ignore[assignment]
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     torch.cuda.set_device = lambda *_: None  # type: ignore[assignment]
+    stream = types.SimpleNamespace(wait_stream=lambda *_: None, wait_event=lambda *_: None)
+    torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment,return-value]
     torch.cuda.nvtx.range_push = lambda *_: 0  # type: ignore[assignment]
     torch.cuda.nvtx.range_pop = lambda *_: 0  # type: ignore[assignment]
     _CudaToCpu().__enter__()

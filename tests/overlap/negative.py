@@ -262,7 +262,7 @@ def injected(module: torch.nn.Module, phase: str, nanobatch: int) -> Iterator[No
         if phase == "forward":
             fail()
         else:
-            output[0].register_hook(fail)
+            (output[0] if isinstance(output, tuple) else output).register_hook(fail)
 
     handle = module.register_forward_hook(after)
     try:

@@ -7,9 +7,11 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import connection
 from typing import Any
 
 TIMEOUT_S = 120.0
@@ -21,11 +23,13 @@ class Ranks:
     Args:
         size: Number of ranks.
         path: Folder put first on the import path, such as another version of a framework.
+        timeout_s: Longest time for one call.
     """
 
-    def __init__(self, size: int, path: str = "") -> None:
+    def __init__(self, size: int, path: str = "", timeout_s: float = TIMEOUT_S) -> None:
         self.size = size
         self._path = path
+        self._timeout_s = timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -38,21 +42,24 @@ class Ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(TIMEOUT_S):
+        answers: dict[int, tuple[str, Any]] = {}
+        limit = time.monotonic() + self._timeout_s
+        while len(answers) < self.size:
+            waiting = {pipe: r for r, pipe in enumerate(self._pipes) if r not in answers}
+            ready = connection.wait(waiting, limit - time.monotonic())
+            for pipe in ready:
+                try:
+                    answers[waiting[pipe]] = pipe.recv()
+                except EOFError:
+                    answers[waiting[pipe]] = ("the process died", None)
+            failed = [(rank, text) for rank, (text, _) in answers.items() if text]
+            if failed or not ready:
+                # The others may wait for the one that failed: it is that one's error that counts.
                 self.close()
-                raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT_S:g} s")
-            try:
-                answers.append(pipe.recv())
-            except EOFError:
-                self.close()
-                raise RuntimeError(f"rank {rank} died") from None
-        for rank, (text, _) in enumerate(answers):
-            if text:
-                self.close()
-                raise AssertionError(f"rank {rank}: {text}")
-        return [result for _, result in answers]
+                silent = f"no answer within {self._timeout_s:g} s"
+                failed = failed or [(rank, silent) for rank in waiting.values()]
+                raise AssertionError("\n".join(f"rank {rank}: {text}" for rank, text in failed))
+        return [answers[rank][1] for rank in range(self.size)]
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -75,7 +82,7 @@ class Ranks:
             with contextlib.suppress(OSError):
                 pipe.send(None)
         for process in self._processes:
-            process.join(5)
+            process.join(1)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -117,9 +124,9 @@ def _serve(pipe: Any, rank: int, size: int, port: int, path: str) -> None:
 
 
 @contextlib.contextmanager
-def ranks(size: int, path: str = "") -> Iterator[Ranks]:
+def ranks(size: int, path: str = "", timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
     """A group of processes for the time of a `with` block."""
-    group = Ranks(size, path)
+    group = Ranks(size, path, timeout_s)
     try:
         yield group
     finally:
