@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kareus_pp.errors import OverlapError
-from kareus_pp.setting import OverlapSetting
+from kareus_pp.setting import SEQUENTIAL, Launch, OverlapSetting
 
 ENTRY = "entry"
 
@@ -172,6 +172,30 @@ def build_program(phase: str, segments: Sequence[Segment]) -> Program:
     )
 
 
+def candidate_settings(
+    partitions: Iterable[Partition], levels: Sequence[int] = (0,)
+) -> tuple[OverlapSetting, ...]:
+    """The settings to measure one against the other; the first is always not to split.
+
+    Every one names one partition, one of its slots and a number of SMs: partitions overlap one
+    after the other, so that their best choices compose. Measure each as a whole, the collective
+    together with the compute it overlaps and at the clock it is to run at.
+
+    Args:
+        partitions: Partitions of one phase.
+        levels: Numbers of SMs of the communicators.
+    """
+    return (
+        SEQUENTIAL,
+        *(
+            OverlapSetting((Launch(partition.kind, slot.number, sms),))
+            for partition in partitions
+            for slot in partition.slots
+            for sms in levels
+        ),
+    )
+
+
 def relative_name(event: str) -> str:
     """The name of a boundary without its phase and without the layer it lies in.
 
@@ -179,7 +203,7 @@ def relative_name(event: str) -> str:
     """
     parts = event.partition(":")[2].split(".")
     last_number = max((i for i, part in enumerate(parts) if part.isdecimal()), default=-1)
-    return ".".join(parts[last_number + 1 :] or parts[:-1])
+    return ".".join(parts[last_number + 1 :] or parts[:-1]) or "layer"
 
 
 class _Kind(NamedTuple):

@@ -7,9 +7,16 @@ import torch
 
 from kareus_pp.errors import OverlapError
 from kareus_pp.overlap.communicators import check_grids, launched_grids
-from kareus_pp.overlap.partitions import Segment, build_program, relative_name
+from kareus_pp.overlap.partitions import (
+    Partition,
+    Segment,
+    Slot,
+    build_program,
+    candidate_settings,
+    relative_name,
+)
 from kareus_pp.overlap.swaps import derived_state
-from kareus_pp.setting import OverlapSetting
+from kareus_pp.setting import SEQUENTIAL, OverlapSetting
 from tests.overlap import core_cases
 from tests.overlap.ranks import Ranks
 
@@ -19,8 +26,8 @@ def test_partitions_of_a_block_are_found(two_ranks: Ranks) -> None:
     for found in two_ranks.run(core_cases.partitions):
         assert found == [
             ("forward", "mlp", "all-reduce", size, 3, ["entry", "f:up", "f:down"]),
-            ("backward", "pointwise", "all-reduce", size, 1, ["entry"]),
-            ("backward", "mlp", "all-reduce", size, 2, ["entry", "b:down", "b:up"]),
+            ("backward", "pointwise", "all-reduce", size, 1, ["entry", "b:layer"]),
+            ("backward", "mlp", "all-reduce", size, 2, ["entry", "b:down", "b:up", "b:layer"]),
         ]
 
 
@@ -58,6 +65,20 @@ def test_communicators_by_number_of_sms(two_ranks: Ranks) -> None:
         assert chosen == [0, 0, 2, 2, 4, 4, 8, 8]
         assert error <= 1e-12
         assert not limits, "gloo limits no SMs"
+
+
+def test_not_to_split_is_always_a_candidate() -> None:
+    """Rules 27 and 28: sequential is an option; the others are whole settings, not parts."""
+    assert candidate_settings([]) == (SEQUENTIAL,)
+    slots = tuple(Slot(number, name, ()) for number, name in enumerate(["entry", "f:up"]))
+    partition = Partition("mlp", "forward", slots, "all-reduce", 8, 1)
+    assert [str(s) for s in candidate_settings([partition], (4, 8))] == [
+        "sequential",
+        "mlp@0:4",
+        "mlp@0:8",
+        "mlp@1:4",
+        "mlp@1:8",
+    ]
 
 
 def test_launched_grids_are_read_from_a_trace() -> None:
@@ -132,6 +153,7 @@ def test_layers_share_their_partitions_and_the_first_may_lack_slots() -> None:
 @pytest.mark.parametrize(
     ("event", "name"),
     [
+        ("b:2", "layer"),
         ("f:layers.3.mlp.linear_fc1", "mlp.linear_fc1"),
         ("b:layers.3", "layers"),
         ("f:up", "up"),
