@@ -35,6 +35,10 @@ class TargetError(KareusError):
     """A target is malformed or cannot be met; the message says what can."""
 
 
+class OverlapError(KareusError):
+    """An overlap setting, or a block to overlap, is not what it must be."""
+
+
 class DeviceError(KareusError):
     """A GPU could not be read or controlled.
 

@@ -1,0 +1,90 @@
+"""All ranks of a tensor-parallel group take the same overlap settings, or all none.
+
+Ranks that split differently, or use different communicators, issue different collectives and hang.
+So before a step every rank publishes a digest of what it is about to do, reads the others' and
+takes the decision that the store records first: whoever times out first makes all refuse.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Store
+
+_logger = logging.getLogger(__name__)
+_AGREED, _REFUSED = "agreed", "refused"
+
+
+class Agreement:
+    """Agreement of the ranks of one group, step by step, through a key-value store.
+
+    Args:
+        store: A store that all ranks of the group reach, such as the job's TCPStore. The rank
+            that hosts it must outlive the others' steps.
+        group: Name that this group and no other has, the same on all of its ranks.
+        rank: Rank within the group.
+        size: Number of ranks of the group.
+        timeout_s: Longest wait for the other ranks at the beginning of a step.
+    """
+
+    def __init__(
+        self, store: Store, group: str, rank: int, size: int, timeout_s: float = 10.0
+    ) -> None:
+        self._store = store
+        self._prefix = f"kareus/overlap/{group}"
+        self._rank, self._size = rank, size
+        self._timeout = timedelta(seconds=timeout_s)
+        self._said = False
+
+    def agree(self, step: int, facts: Sequence[str]) -> bool:
+        """Whether all ranks state the same facts for a step; all ranks get the same answer.
+
+        Never raises: where the store fails, the answer is no.
+
+        Args:
+            step: Number of the step; each is asked for once.
+            facts: What must be the same: settings, communicator levels, reasons against overlap.
+        """
+        if self._size == 1:
+            return True
+        try:
+            return self._decide(step, digest(facts))
+        except Exception as error:
+            self._say(f"the store cannot be reached ({' '.join(str(error).split()):.120})")
+            return False
+
+    def _decide(self, step: int, own: str) -> bool:
+        prefix = f"{self._prefix}/{step}"
+        others = [f"{prefix}/{rank}" for rank in range(self._size) if rank != self._rank]
+        self._store.set(f"{prefix}/{self._rank}", own)
+        reason = ""
+        try:
+            self._store.wait(others, self._timeout)
+            if any(self._store.get(key).decode() != own for key in others):
+                reason = "the ranks of the tensor-parallel group have different settings"
+        except Exception:
+            reason = f"a rank did not answer within {self._timeout.total_seconds():g} s"
+        wish = _REFUSED if reason else _AGREED
+        decision = self._store.compare_set(f"{prefix}/decision", "", wish).decode()
+        self._forget(step - 2)
+        if decision != _AGREED:
+            self._say(reason or "another rank refused")
+        return decision == _AGREED
+
+    def _forget(self, step: int) -> None:
+        if self._rank == 0 and step >= 0:
+            for name in ("decision", *range(self._size)):
+                self._store.delete_key(f"{self._prefix}/{step}/{name}")
+
+    def _say(self, reason: str) -> None:
+        if not self._said:
+            self._said = True
+            _logger.warning("overlap: all ranks run sequentially, because %s", reason)
+
+
+def digest(facts: Sequence[str]) -> str:
+    """A short hash of facts, the same in every process."""
+    return hashlib.blake2b("\n".join(facts).encode(), digest_size=16).hexdigest()

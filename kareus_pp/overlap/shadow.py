@@ -1,0 +1,56 @@
+"""A second module tree over the same parameters, for nanobatch 1.
+
+Layers keep objects on themselves from one line of their forward to the next, and between the two
+the other nanobatch may run. A shadow has the same classes, parameters, buffers and hooks, and its
+own copy of every other attribute. Attributes that name modules in other ways than as submodules
+still name the original ones.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class ShadowTree:
+    """The shadow of a module and all modules below it.
+
+    Args:
+        module: Root of the tree.
+        hidden: Attributes of the root that the shadow does not get, such as a replaced `forward`.
+    """
+
+    def __init__(self, module: nn.Module, hidden: tuple[str, ...] = ()) -> None:
+        self._source = module
+        self._hidden = hidden
+        self._pairs: dict[int, tuple[nn.Module, nn.Module]] = {}
+        self._fresh: set[int] = set()
+        self.root = self.refresh()
+
+    def of(self, module: nn.Module) -> nn.Module:
+        """The shadow of a module of the tree."""
+        return self._pairs[id(module)][1]
+
+    def refresh(self) -> nn.Module:
+        """Take over the present attributes and submodules of every module; returns the root."""
+        self._fresh.clear()
+        root = self._mirror(self._source)
+        for name in self._hidden:
+            root.__dict__.pop(name, None)
+        return root
+
+    def _mirror(self, module: nn.Module) -> nn.Module:
+        _, shadow = self._pairs.get(id(module), (None, None))
+        if shadow is None or type(shadow) is not type(module):
+            shadow = object.__new__(type(module))
+            # The pair keeps the module alive, so that its id stays its own.
+            self._pairs[id(module)] = (module, shadow)
+        if id(module) not in self._fresh:
+            self._fresh.add(id(module))
+            attributes = shadow.__dict__
+            attributes.clear()
+            attributes.update(module.__dict__)
+            attributes["_modules"] = {
+                name: None if child is None else self._mirror(child)
+                for name, child in module._modules.items()
+            }
+        return shadow

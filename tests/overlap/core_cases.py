@@ -1,0 +1,231 @@
+"""The core without a framework: functions that run on the ranks."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import tracemalloc
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kareus_pp.errors import OverlapError
+from kareus_pp.overlap import generic
+from kareus_pp.overlap.agreement import Agreement
+from kareus_pp.overlap.communicators import CommunicatorPool
+from kareus_pp.overlap.executor import OverlapExecutor
+from kareus_pp.setting import SEQUENTIAL, OverlapSetting
+from tests.overlap.negative import InjectedError, injected
+
+WIDTH = 16
+SPLIT = OverlapSetting.parse("mlp@1:4")
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        value = value.clone()
+        dist.all_reduce(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad
+
+
+class Layer(nn.Module):
+    """Linear, sum over the group, linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + _Reduce.apply(self.down(torch.relu(self.up(value)))) / 2  # type: ignore[no-any-return,no-untyped-call]
+
+
+def block(layers: int = 3) -> nn.Sequential:
+    torch.manual_seed(dist.get_rank())
+    return nn.Sequential(*(Layer() for _ in range(layers))).double()
+
+
+def sample(batch: int = 4) -> torch.Tensor:
+    return torch.linspace(0, 1, batch * WIDTH, dtype=torch.float64).reshape(batch, WIDTH)
+
+
+def step(module: nn.Module, value: torch.Tensor) -> list[torch.Tensor]:
+    module.zero_grad()
+    leaf = value.clone().requires_grad_()
+    output = module(leaf)
+    output.square().sum().backward()
+    grads = [p.grad for p in module.parameters()]
+    assert all(grad is not None for grad in grads)
+    return [output.detach(), leaf.grad, *grads]  # type: ignore[list-item]
+
+
+def error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    return max(
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def set_both(executor: OverlapExecutor, setting: OverlapSetting) -> None:
+    executor.set_next("forward", setting)
+    executor.set_next("backward", setting)
+
+
+def partitions() -> list[tuple[Any, ...]]:
+    """What is found in a block; its gradients stay as they were."""
+    module = block()
+    marker = torch.ones(WIDTH, WIDTH, dtype=torch.float64)
+    module[0].up.weight.grad = marker
+    found = generic.find_partitions(module, dist.group.WORLD, sample().requires_grad_())
+    assert module[0].up.weight.grad is marker
+    assert module[1].up.weight.grad is None
+    return [
+        (p.phase, p.kind, p.collective, p.bytes, p.count, [s.name for s in p.slots]) for p in found
+    ]
+
+
+def refused() -> list[str]:
+    """Errors of user mistakes, in words."""
+    messages = []
+    module = block()
+
+    def attempt(action: Any) -> None:
+        try:
+            action()
+        except OverlapError as found:
+            messages.append(str(found))
+
+    attempt(lambda: generic.find_partitions(module, dist.group.WORLD, sample(1)))
+    attempt(lambda: generic.find_partitions(module.eval(), dist.group.WORLD, sample()))
+    module.train()
+    executor = generic.attach(module, dist.group.WORLD)
+    step(module, sample())
+    attempt(lambda: executor.check("forward", OverlapSetting.parse("attention@0:0")))
+    attempt(lambda: executor.check("forward", OverlapSetting.parse("mlp@9:0")))
+    executor.check("forward", SPLIT)
+    executor.close()
+    return messages
+
+
+def inconsistent_backward() -> tuple[float, list[str], list[Any]]:
+    """A split forward whose backward is told to be sequential, and the other way round."""
+    module, value = block(), sample()
+    wanted = step(module, value)
+    executor = generic.attach(module, dist.group.WORLD)
+    step(module, value)
+    executor.set_next("forward", SPLIT)
+    worst = error(step(module, value), wanted)
+    executor.set_next("forward", SEQUENTIAL)
+    executor.set_next("backward", SPLIT)
+    worst = max(worst, error(step(module, value), wanted))
+    reasons, executed = list(executor.reasons), sorted(executor.executed)
+    executor.close()
+    return worst, reasons, executed
+
+
+def agreement(wish: str) -> list[Any]:
+    """Steps on which ranks agree, differ, or one is late; then what was executed."""
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    module, value = block(), sample()
+    wanted = step(module, value)
+    executor = generic.attach(
+        module,
+        dist.group.WORLD,
+        agreement=Agreement(store, wish, rank, dist.get_world_size(), timeout_s=1.0),
+    )
+    step(module, value)
+    answers = []
+    for number in range(4):
+        setting = SPLIT
+        if number == 1 and wish == "differ" and rank == 1:
+            setting = OverlapSetting.parse("mlp@2:4")
+        if number == 1 and wish == "late" and rank == 1:
+            threading.Event().wait(2.5)
+        answers.append(executor.begin_step(number, [setting]))
+        set_both(executor, setting)
+        assert error(step(module, value), wanted) <= 1e-12
+    executed = dict(executor.executed)
+    executor.close()
+    return [answers, executed["forward", "split"], executed.get(("forward", "sequential"), 0)]
+
+
+def communicators() -> tuple[list[int], float, bool]:
+    """Which level serves a number of SMs, and that other communicators give the same result."""
+    pool = generic.group_pool(dist.group.WORLD, (8, 2, 4))
+    own = dist.group.WORLD
+    level_of = {id(pool.select(own, level)): level for level in pool.levels}
+    level_of[id(own)] = 0
+    chosen = [level_of[id(pool.select(own, sms))] for sms in (0, 1, 2, 3, 4, 7, 8, 100)]
+    module, value = block(), sample()
+    wanted = step(module, value)
+    executor = generic.attach(module, own, pool=pool)
+    step(module, value)
+    set_both(executor, SPLIT)
+    worst = error(step(module, value), wanted)
+    limits = pool.limits_sms
+    executor.close()
+    try:
+        CommunicatorPool.create([[0, 1]], (0,), own)
+    except OverlapError:
+        return chosen, worst, limits
+    raise AssertionError("a level of 0 SMs was accepted")
+
+
+def soak(steps: int) -> dict[str, Any]:
+    """Random settings and injected exceptions: nothing may pile up."""
+    module, value = block(), sample()
+    wanted = step(module, value)
+    executor = generic.attach(module, dist.group.WORLD)
+    step(module, value)
+    choose = random.Random(9)
+    worst, failures, baseline = 0.0, 0, (0, 0)
+    tracemalloc.start()
+    for number in range(steps):
+        if number == steps // 4:
+            baseline = _counts()
+        if choose.random() < 0.2:
+            setting = SEQUENTIAL
+        else:
+            setting = OverlapSetting.parse(f"mlp@{choose.randrange(3)}:0")
+        set_both(executor, setting)
+        if choose.random() < 0.1:
+            phase, nanobatch = choose.choice(["forward", "backward"]), choose.randrange(2)
+            with injected(module[1].down, phase, nanobatch):
+                try:
+                    step(module, value)
+                except InjectedError:
+                    failures += 1
+        else:
+            worst = max(worst, error(step(module, value), wanted))
+    objects, memory = _counts()
+    threads = threading.active_count()
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+    executor.close()
+    tracemalloc.stop()
+    return {
+        "steps": steps,
+        "failures": failures,
+        "max_rel_error": worst,
+        "tensors_grown": objects - baseline[0],
+        "memory_grown_bytes": memory - baseline[1],
+        "nanobatch_threads": threads - threading.active_count(),
+        "hooks": hooks,
+        "hooks_after": sum(
+            len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()
+        ),
+    }
+
+
+def _counts() -> tuple[int, int]:
+    gc.collect()
+    tensors = sum(1 for found in gc.get_objects() if isinstance(found, torch.Tensor))
+    return tensors, tracemalloc.get_traced_memory()[0]

@@ -1,0 +1,164 @@
+"""The core: partitions, agreement, communicators, autograd boundary, soak."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kareus_pp.errors import OverlapError
+from kareus_pp.overlap.communicators import check_grids, launched_grids
+from kareus_pp.overlap.partitions import (
+    Partition,
+    Segment,
+    Slot,
+    build_program,
+    candidate_settings,
+    relative_name,
+)
+from kareus_pp.overlap.swaps import derived_state
+from kareus_pp.setting import SEQUENTIAL, OverlapSetting
+from tests.overlap import core_cases
+from tests.overlap.ranks import Ranks
+
+
+def test_partitions_of_a_block_are_found(two_ranks: Ranks) -> None:
+    size = 4 * core_cases.WIDTH * 8
+    for found in two_ranks.run(core_cases.partitions):
+        assert found == [
+            ("forward", "mlp", "all-reduce", size, 3, ["entry", "f:up", "f:down"]),
+            ("backward", "pointwise", "all-reduce", size, 1, ["entry", "b:layer"]),
+            ("backward", "mlp", "all-reduce", size, 2, ["entry", "b:down", "b:up", "b:layer"]),
+        ]
+
+
+def test_user_mistakes_are_said_in_words(two_ranks: Ranks) -> None:
+    for small, evaluation, partition, slot in two_ranks.run(core_cases.refused):
+        assert "microbatch size is 1" in small
+        assert "block.train()" in evaluation
+        assert "'attention'" in partition
+        assert "it has mlp" in partition
+        assert "slots 0 to 2 (entry, f:up, f:down)" in slot
+
+
+def test_forward_and_backward_that_differ_still_give_the_gradient(two_ranks: Ranks) -> None:
+    for error, reasons, executed in two_ranks.run(core_cases.inconsistent_backward):
+        assert error <= 1e-12
+        assert len(reasons) == 1
+        assert "halves run one after the other" in reasons[0]
+        assert ("backward", "serial") in executed
+        assert ("backward", "split") not in executed
+
+
+@pytest.mark.parametrize("wish", ["agree", "differ", "late"])
+def test_ranks_agree_or_all_refuse(two_ranks: Ranks, wish: str) -> None:
+    """Rule 28: all ranks of a communicator take the same option."""
+    second = wish == "agree"
+    for answers, split, sequential in two_ranks.run(core_cases.agreement, wish):
+        assert answers == [True, second, True, True]
+        assert split == 3 + second
+        assert sequential == 1 - second
+
+
+def test_communicators_by_number_of_sms(two_ranks: Ranks) -> None:
+    """Rule 26: limits on SMs are per communicator, and said to be none where there are none."""
+    for chosen, error, limits in two_ranks.run(core_cases.communicators):
+        assert chosen == [0, 0, 2, 2, 4, 4, 8, 8]
+        assert error <= 1e-12
+        assert not limits, "gloo limits no SMs"
+
+
+def test_not_to_split_is_always_a_candidate() -> None:
+    """Rules 27 and 28: sequential is an option; the others are whole settings, not parts."""
+    assert candidate_settings([]) == (SEQUENTIAL,)
+    slots = tuple(Slot(number, name, ()) for number, name in enumerate(["entry", "f:up"]))
+    partition = Partition("mlp", "forward", slots, "all-reduce", 8, 1)
+    assert [str(s) for s in candidate_settings([partition], (4, 8))] == [
+        "sequential",
+        "mlp@0:4",
+        "mlp@0:8",
+        "mlp@1:4",
+        "mlp@1:8",
+    ]
+
+
+def test_launched_grids_are_read_from_a_trace() -> None:
+    """Rule 26: what was launched is checked before a setting is trusted."""
+
+    def kernel(name: str, *grid: int) -> dict[str, object]:
+        return {"cat": "kernel", "name": name, "args": {"grid": list(grid)}}
+
+    trace = {
+        "traceEvents": [
+            kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 8, 1, 1),
+            kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 4, 1, 1),
+            kernel("gemm", 132, 1, 1),
+            {"cat": "cpu_op", "name": "nccl:all_reduce"},
+        ]
+    }
+    assert launched_grids(trace) == {"ncclDevKernel_AllReduce_Sum_bf16_RING_LL": {4, 8}}
+    check_grids(trace, 8)
+    with pytest.raises(OverlapError, match="8 thread blocks where 4 were allowed"):
+        check_grids(trace, 4)
+
+
+def test_soak(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(core_cases.soak, 120):
+        check_soak(found)
+
+
+@pytest.mark.slow
+def test_long_soak(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(core_cases.soak, 2000):
+        check_soak(found)
+
+
+def check_soak(found: dict[str, float]) -> None:
+    assert found["failures"] > 0
+    assert found["max_rel_error"] <= 1e-12
+    assert found["tensors_grown"] <= 8
+    assert found["memory_grown_bytes"] < 100_000
+    assert found["nanobatch_threads"] == 2
+    assert found["hooks_after"] == 0
+
+
+def test_derived_random_state_is_a_function_of_the_state() -> None:
+    first, second = (torch.Generator().manual_seed(seed).get_state() for seed in (1, 2))
+    assert torch.equal(derived_state(first), derived_state(first.clone()))
+    assert not torch.equal(derived_state(first), first)
+    assert not torch.equal(derived_state(first), derived_state(second))
+
+
+def test_layers_share_their_partitions_and_the_first_may_lack_slots() -> None:
+    def layer(number: int, entry: list[str]) -> Segment:
+        boundaries = [
+            ("entry", entry),
+            (f"f:layers.{number}", []),
+            (f"f:layers.{number}.norm", ["native_layer_norm.default"] if number else []),
+            (f"f:layers.{number}.linear", ["mm.default"]),
+        ]
+        return Segment(boundaries, "all-reduce", 8 + number)
+
+    program = build_program("forward", [layer(0, []), layer(1, ["add.Tensor"]), Segment([])])
+    (partition,) = program.partitions
+    assert (partition.kind, partition.count, partition.bytes) == ("mlp", 2, 9)
+    assert [slot.name for slot in partition.slots] == ["entry", "f:norm", "f:linear"]
+    assert program.event_at(1, 1) == "f:layers.1.norm"
+    assert program.event_at(0, 1) == "f:layers.0.linear", "the next one that it has"
+    assert program.kind_at(2) is None
+    program.check(OverlapSetting.parse("mlp@2:0"))
+    with pytest.raises(OverlapError, match="slots 0 to 2"):
+        program.check(OverlapSetting.parse("mlp@3:0"))
+
+
+@pytest.mark.parametrize(
+    ("event", "name"),
+    [
+        ("b:2", "layer"),
+        ("f:layers.3.mlp.linear_fc1", "mlp.linear_fc1"),
+        ("b:layers.3", "layers"),
+        ("f:up", "up"),
+        ("b:0.experts.2.down", "down"),
+    ],
+)
+def test_boundaries_are_named_relative_to_their_layer(event: str, name: str) -> None:
+    assert relative_name(event) == name

@@ -1,0 +1,121 @@
+"""Overlap leaves Megatron-Core's loss and gradients as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.overlap import cases, negative, pipeline_case
+from tests.overlap.ranks import Ranks
+
+SETTINGS = 75
+
+
+def check(row: dict[str, Any]) -> None:
+    float32 = "float32" in row["case"]
+    assert row["max_rel_error"] <= (1e-5 if float32 else 1e-12), row
+    assert row["reasons"] == {}
+    assert row["all_slots_hit"], row["slots_hit"]
+    assert row["launches_as_planned"], row
+
+
+@pytest.mark.parametrize("case", cases.EQUALITY)
+def test_equality(two_megatron_ranks: Ranks, case: str) -> None:
+    for row in two_megatron_ranks.run(cases.equality, case, **cases.EQUALITY[case]):
+        check(row)
+
+
+@pytest.mark.parametrize("case", cases.DROPOUT)
+def test_dropout(two_megatron_ranks: Ranks, case: str) -> None:
+    for row in two_megatron_ranks.run(cases.dropout, case, cases.DROPOUT[case]):
+        check(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases.EQUALITY)
+def test_equality_with_many_settings(two_megatron_ranks: Ranks, case: str) -> None:
+    arguments = cases.EQUALITY[case]
+    for row in two_megatron_ranks.run(cases.equality, case, settings=SETTINGS, **arguments):
+        check(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases.DROPOUT)
+def test_dropout_with_many_settings(two_megatron_ranks: Ranks, case: str) -> None:
+    rows = two_megatron_ranks.run(cases.dropout, case, cases.DROPOUT[case], settings=SETTINGS)
+    for row in rows:
+        check(row)
+
+
+def test_grad_reduce_that_overlaps_the_backward(four_megatron_ranks: Ranks) -> None:
+    for row in four_megatron_ranks.run(cases.grad_reduce, "overlap_grad_reduce"):
+        check(row)
+
+
+def test_another_setting_on_every_instruction(four_megatron_ranks: Ranks) -> None:
+    rows = four_megatron_ranks.run(
+        pipeline_case.pipeline, "1F1B", steps=3, microbatches=6, sequential_share=0.3
+    )
+    for row in rows:
+        check(row)
+        assert row["loss_error"] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("virtual", [None, 2])
+@pytest.mark.parametrize("microbatches", [4, 8])
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_twenty_steps(
+    four_megatron_ranks: Ranks, virtual: int | None, microbatches: int, share: float
+) -> None:
+    rows = four_megatron_ranks.run(
+        pipeline_case.pipeline, "20 steps", virtual, microbatches, sequential_share=share
+    )
+    for row in rows:
+        check(row)
+        assert row["loss_error"] == 0.0
+
+
+@pytest.mark.parametrize("control", negative.CONTROLS)
+def test_without_its_protection_it_fails(two_megatron_ranks: Ranks, control: str) -> None:
+    """A test that cannot fail proves nothing: each protection is taken away."""
+    assert two_megatron_ranks.run(negative.run, control) == [True, True]
+
+
+def test_grad_reduce_without_the_toggle_fails(four_megatron_ranks: Ranks) -> None:
+    assert four_megatron_ranks.run(negative.run_grad_reduce) == [True] * 4
+
+
+def test_detaching_restores_everything(two_megatron_ranks: Ranks) -> None:
+    for found in two_megatron_ranks.run(negative.detach):
+        assert found == {
+            "gradients": True,
+            "state_dict": True,
+            "dict": True,
+            "hooks": True,
+            "c10d": True,
+            "threads": True,
+        }
+
+
+@pytest.mark.parametrize("case", negative.FALLBACKS)
+def test_fallback_is_said_once_in_words(two_megatron_ranks: Ranks, case: str) -> None:
+    words = negative.FALLBACKS[case]
+    for reasons, messages, split, equal in two_megatron_ranks.run(negative.fallback, case):
+        assert not split
+        assert equal
+        assert len(reasons) == 1
+        assert words in reasons[0]
+        assert len(messages) == 1
+        assert words in messages[0]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("nanobatch", [0, 1])
+def test_an_exception_passes_and_leaves_the_executor_usable(
+    two_megatron_ranks: Ranks, phase: str, nanobatch: int
+) -> None:
+    for error, restored in two_megatron_ranks.run(negative.exception, phase, nanobatch):
+        assert "injected" in error
+        assert restored <= 1e-12
