@@ -295,7 +295,8 @@ class Coordinator:
 
     def _observe(self, step: StepTracker) -> None:
         """Publish the stream of a key once it was the same in enough steps."""
-        if any(row.assignment.phase == APPLY for row in self._rows):
+        planned = {r.assignment.key for r in self._rows if r.assignment.phase == APPLY}
+        if planned and step.key not in planned:
             self._warn_once(step.key, "there is no plan for them; default clocks")
         if step.key in self._streams:
             return
@@ -395,7 +396,9 @@ class Coordinator:
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            self._log.warning("kareus-pp: steps of %s: %s", key, text)
+            microbatches, _, shape = key.partition(":")
+            described = f"{microbatches} microbatches" + (f" of shape {shape}" if shape else "")
+            self._log.warning("kareus-pp: steps of %s: %s", described, text)
 
 
 def _share(value: float | None, share: float) -> float | None:
