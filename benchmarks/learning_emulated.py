@@ -179,7 +179,8 @@ def profile_phase(gpu: str, seed: int, budget: ProfilingConfig) -> Outcome:
     learned = learn(runs)
     solver_s = time.perf_counter() - started
     times, energies, inside = errors(learned, model, work)
-    useful = [mhz for mhz in clocks if mhz >= design.grid_mhz[0]]
+    visited = {s.clock_mhz or model.top_mhz for r in runs.runs for row in r.settings for s in row}
+    useful = [mhz for mhz in clocks if mhz >= min(visited)]
     mean_s = float(np.mean([i.iter_time_s for run in runs.runs for i in run.iterations]))
     sweep = len(useful) * budget.iterations_per_plan
     return Outcome(

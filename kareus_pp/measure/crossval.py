@@ -18,11 +18,11 @@ MIN_PLANS = 5
 MAX_FOLDS = 8
 NORMAL_90 = 1.645
 """Half-width of a 90 % interval of a normal distribution in standard deviations."""
-MEAN_TO_90 = 2.4
-"""Half-width in mean absolute errors: covers 94 % of a normal, 91 % of a Laplace distribution."""
+MEAN_TO_90 = 2.3
+"""Half-width in mean absolute errors: covers 93 % of a normal, 90 % of a Laplace distribution."""
 NORMAL_MEAN = 0.8
 """Mean absolute value of a standard normal variable."""
-TRUST = 3.0
+TRUST = 1.5
 """The predicted standard deviations count as much as this many left-out plans."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from kareus_pp.measure.replay import Replay
 from kareus_pp.measure.runs import PlanRun, Runs
 from kareus_pp.measure.table import Applied, CostKey, Floats, Layout, layout_of
 from kareus_pp.plan import Settings, default_settings
-from kareus_pp.schedule import Kind, Schedule
+from kareus_pp.schedule import InstructionClass, Kind, Schedule
 from kareus_pp.setting import SEQUENTIAL, Setting
 
 GRID = 12
@@ -65,10 +65,29 @@ class ExperimentDesign:
         self._layout = Layout(schedule, keys, stages, clocks)
         self._replay = Replay(schedule)
         self._blocking_known = blocking_power_w is not None
-        lowest = clocks[-1] / (1 + budget.max_slowdown_percent / 100)
-        useful = [mhz for mhz in clocks if mhz >= lowest]
+        self._clocks = np.array(clocks, dtype=float)
+
+    def grid_mhz(self, learned: Learned | None = None) -> tuple[int, ...]:
+        """Clocks that plans use, ascending: those that slow a class down within the bound.
+
+        Before anything was learned, time is taken to go with the inverse of the clock; a power
+        limit that holds the highest clocks back, or work that waits for memory, allows lower ones.
+        """
+        slowdown = self._clocks[-1] / self._clocks
+        if learned is not None:
+            model = learned.model
+            ratios = [
+                time_s / time_s[-1]
+                for key, cost_key in enumerate(model.layout.keys)
+                if not cost_key.cls.kind.is_fixed and model.times.varied[key]
+                for time_s in [model.times.predict(key, self._clocks)[0]]
+            ]
+            if ratios:
+                slowdown = np.median(np.array(ratios), axis=0)
+        within = slowdown <= 1 + self._budget.max_slowdown_percent / 100
+        useful = [int(mhz) for mhz in self._clocks[within]] or [int(self._clocks[-1])]
         places = np.unique(np.round(np.linspace(0, len(useful) - 1, GRID)).astype(int))
-        self.grid_mhz = tuple(useful[int(place)] for place in places)
+        return tuple(useful[int(place)] for place in places)
 
     def next_plan(self, runs: Runs) -> Settings | None:
         """The next plan to run after `runs`; None: accuracy reached or budget used.
@@ -76,14 +95,15 @@ class ExperimentDesign:
         The first one runs at default clocks, the second as low as the slowdown allows.
         """
         done = len(runs.runs)
-        if done >= self._budget.plans or (done and len(self.grid_mhz) == 1):
+        if done >= self._budget.plans or (done and len(self._clocks) == 1):
             return None
         if done == 0:
             return default_settings(self._schedule)
         learned = _try_learn(runs)
         if learned is not None and done >= MIN_PLANS and accurate(learned):
             return None
-        information = self._information()
+        grid = self.grid_mhz(learned)
+        information = self._information(grid)
         duration = self._durations(learned)
         limit_s = self._length_s(self._apply(default_settings(self._schedule)), duration)
         limit_s *= 1 + self._budget.max_slowdown_percent / 100
@@ -92,7 +112,7 @@ class ExperimentDesign:
             information.add(plan, duration(plan), self._length_s(plan, duration))
         rng = np.random.default_rng([done, int(self._schedule.signature, 16) % 2**32])
         best: tuple[float, Settings] | None = None
-        for settings in self._candidates(rng, first=done == 1):
+        for settings in self._candidates(rng, grid, first=done == 1):
             plan = self._apply(settings)
             length_s = self._length_s(plan, duration)
             if length_s > limit_s * (1 + 1e-9):
@@ -102,9 +122,9 @@ class ExperimentDesign:
                 best = gain, settings
         return None if best is None else best[1]
 
-    def _information(self) -> Information:
+    def _information(self, grid_mhz: Sequence[int]) -> Information:
         moving = [i for i, key in enumerate(self._layout.keys) if not key.cls.kind.is_fixed]
-        grid = np.array(self.grid_mhz, dtype=float)
+        grid = np.array(grid_mhz, dtype=float)
         key = np.repeat(np.array(moving, dtype=np.intp), len(grid))
         return Information(self._layout, key, np.tile(grid, len(moving)), self._blocking_known)
 
@@ -143,12 +163,14 @@ class ExperimentDesign:
 
         return duration
 
-    def _candidates(self, rng: np.random.Generator, first: bool) -> list[Settings]:
+    def _candidates(
+        self, rng: np.random.Generator, grid: Sequence[int], first: bool
+    ) -> list[Settings]:
         """Plans that spread the clocks of each class around a centre of its own."""
-        last = len(self.grid_mhz) - 1
+        last = len(grid) - 1
         classes = [cls for cls in self._schedule.classes if not cls.kind.is_fixed]
         if first:
-            return [self._plan(dict.fromkeys(classes, (0, 0)))]
+            return [self._plan(dict.fromkeys(classes, (0, 0)), grid)]
         chosen = []
         for number in range(CANDIDATES):
             # Classes at clocks of their own tell them apart; whole stages at clocks of their own
@@ -159,19 +181,18 @@ class ExperimentDesign:
             width = dict(
                 zip(units, rng.integers(0, max(1, last // 3) + 1, len(units)), strict=True)
             )
-            chosen.append(
-                self._plan(
-                    {
-                        cls: (round(last * centre[unit[cls]]), int(width[unit[cls]]))
-                        for cls in classes
-                    }
-                )
-            )
+            levels = {
+                cls: (round(last * float(centre[unit[cls]])), int(width[unit[cls]]))
+                for cls in classes
+            }
+            chosen.append(self._plan(levels, grid))
         return chosen
 
-    def _plan(self, levels: dict[object, tuple[int, int]]) -> Settings:
+    def _plan(
+        self, levels: Mapping[InstructionClass, tuple[int, int]], grid: Sequence[int]
+    ) -> Settings:
         """A plan in which the microbatches of a class take turns around its level."""
-        last = len(self.grid_mhz) - 1
+        last = len(grid) - 1
         rows = []
         for order in self._schedule.order:
             row = []
@@ -181,7 +202,7 @@ class ExperimentDesign:
                     continue
                 middle, width = levels[self._schedule.class_of(instruction)]
                 turn = (0, 1, -1)[instruction.microbatch % 3]
-                row.append(Setting(self.grid_mhz[min(last, max(0, middle + turn * width))]))
+                row.append(Setting(grid[min(last, max(0, middle + turn * width))]))
             rows.append(tuple(row))
         return tuple(rows)
 

@@ -24,12 +24,14 @@ from kareus_pp.measure.table import Applied, Entry, Floats, Ints, Layout
 from kareus_pp.measure.time_model import TimeModel
 
 EXPONENT = 3.0
+COMMON = 0.3
+"""Relative standard deviation of the common p0 and k around the first guess."""
 KIND, CLASS = 0.1, 0.1
-"""Relative standard deviations of a kind's and a class's power around the common curve."""
+"""The same of a kind's and a class's p0 and k around the common ones."""
 STAGE = 0.03
 """The same of a stage's GPU, all its classes alike (chips differ)."""
-SMOOTH_KIND, SMOOTH_CLASS = 0.03, 0.03
-"""The same of the smooth deviations over the clock."""
+SMOOTH_ALL, SMOOTH_KIND, SMOOTH_CLASS = 0.1, 0.03, 0.03
+"""The same of the smooth deviations over the clock; the voltage curve is common to all classes."""
 LENGTH = 0.2
 """Length scale of the smooth deviations in log f."""
 FIXED = 0.5
@@ -39,7 +41,7 @@ BLOCKING_KNOWN = 0.01
 BLOCKING_SHARED, BLOCKING_OWN = 0.15, 0.1
 """The same of a learned one, common part and part of each stage."""
 LEVEL_SCALES = (0.1, 0.3, 1.0, 2.0)
-SHAPE_SCALES = (0.3, 1.0, 2.0)
+SHAPE_SCALES = (0.1, 0.3, 1.0, 2.0)
 """Factors on the deviations that are tried: on levels, and on the smooth ones."""
 NOISES = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016)
 """Relative scatter of a stage's energy around the model from plan to plan; likelihood decides."""
@@ -271,14 +273,15 @@ class EnergyModel:
         smooth = matern(np.log(a.mhz), np.log(b.mhz), LENGTH)
         stages = same(self._stage[a.key], self._stage[b.key])
         level = KIND**2 * kinds + CLASS**2 * classes
-        shape = smooth * (SMOOTH_KIND**2 * kinds + SMOOTH_CLASS**2 * classes)
+        # p0 and k deviate on their own; neither is taken as known for being small.
+        whole_w = self._static_w + self._dynamic_w
+        static_w, dynamic_w = max(self._static_w, whole_w / 4), max(self._dynamic_w, whole_w / 4)
+        curve = static_w**2 + dynamic_w**2 * self._ratio(a)[:, None] * self._ratio(b)[None, :]
+        shape = smooth * (SMOOTH_ALL**2 + SMOOTH_KIND**2 * kinds + SMOOTH_CLASS**2 * classes)
         still = FIXED**2 * (classes + kinds) / 2
-        relative = np.where(
-            moving,
-            STAGE**2 * stages + scale[0] ** 2 * level + scale[1] ** 2 * shape,
-            still * (kinds > 0),
-        )
+        relative = np.where(moving, STAGE**2 * stages + scale[1] ** 2 * shape, still)
         powers = relative * self._typical(a)[:, None] * self._typical(b)[None, :]
+        powers = powers + np.where(moving, (COMMON**2 + scale[0] ** 2 * level) * curve, 0.0)
         if not a.stages and not b.stages:
             return np.asarray(powers)
         full = np.zeros((_size(a), _size(b)))

@@ -50,6 +50,7 @@ class Information:
         self._power = np.zeros((self._count + stages, self._count + stages))
         level = energy_model.KIND**2 * kinds + energy_model.CLASS**2 * classes
         shape = energy_model.SMOOTH_KIND**2 * kinds + energy_model.SMOOTH_CLASS**2 * classes
+        shape = shape + energy_model.SMOOTH_ALL**2
         self._power[: self._count, : self._count] = level + smooth * shape
         known = energy_model.BLOCKING_KNOWN**2 * np.eye(stages)
         learned = energy_model.BLOCKING_SHARED**2 + energy_model.BLOCKING_OWN**2 * np.eye(stages)

@@ -144,6 +144,7 @@ def _profile(
             "plans": str(len(entries)),
             "schedule": runs.schedule.signature,
             "blocking_power": blocking,
+            "energy": "inferred from whole iterations, at visited clocks, too",
         },
     )
 
