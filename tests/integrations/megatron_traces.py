@@ -70,7 +70,8 @@ def seeing_outputs(outputs: list[Any]) -> Any:
 
     def forward_step(*args: Any, **kwargs: Any) -> Any:
         result = hooked(*args, **kwargs)
-        outputs.append(result[0])
+        output = result[0]
+        outputs.append(output[0] if isinstance(output, list) else output)
         return result
 
     return mock.patch.object(schedules, "forward_step", forward_step)
