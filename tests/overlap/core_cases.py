@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from kareus_pp.errors import OverlapError
 from kareus_pp.overlap import generic
@@ -229,3 +230,35 @@ def _counts() -> tuple[int, int]:
     gc.collect()
     tensors = sum(1 for found in gc.get_objects() if isinstance(found, torch.Tensor))
     return tensors, tracemalloc.get_traced_memory()[0]
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def state_inside() -> dict[str, Any]:
+    """Thread-local state of torch while nanobatch 0 runs."""
+    module, value = block(), sample()
+    executor = generic.attach(module, dist.group.WORLD)
+    step(module, value)
+    set_both(executor, SPLIT)
+    seen: list[dict[str, Any]] = []
+
+    def look(*_: Any) -> None:
+        seen.append(
+            {
+                "thread": threading.current_thread().name,
+                "engine_threads": torch._C._is_multithreading_enabled(),
+                "autocast": torch.is_autocast_enabled("cpu"),
+                "function_modes": len(_get_current_function_mode_stack()),
+                "grad": torch.is_grad_enabled(),
+            }
+        )
+
+    handle = module[0].register_forward_pre_hook(look)
+    with _Mode(), torch.autocast("cpu", torch.bfloat16):
+        module(value.clone().requires_grad_())
+    handle.remove()
+    executor.close()
+    return seen[0]

@@ -162,3 +162,15 @@ def test_layers_share_their_partitions_and_the_first_may_lack_slots() -> None:
 )
 def test_boundaries_are_named_relative_to_their_layer(event: str, name: str) -> None:
     assert relative_name(event) == name
+
+
+def test_a_nanobatch_takes_over_the_state_of_its_caller(two_ranks: Ranks) -> None:
+    """Engine threads off, autocast, function modes and grad mode, as seen inside a block."""
+    for state in two_ranks.run(core_cases.state_inside):
+        assert state == {
+            "thread": "kareus-nanobatch-0",
+            "engine_threads": False,
+            "autocast": True,
+            "function_modes": 1,
+            "grad": True,
+        }
