@@ -28,12 +28,10 @@ def main() -> None:
         print(json.dumps({"rows": rows}, indent=1))
         return
     for row in rows:
-        for phase in ("forward", "backward"):
-            print(
-                f"{row['case']} against {row['against']}, {phase}: "
-                f"{row[f'{phase}_added_us_per_layer']:+.0f} us a layer, "
-                f"ratio {row[f'{phase}_ratio']:.2f}"
-            )
+        print(f"{row['case']} against {row['against']}")
+        for label, value in row.items():
+            if label not in ("case", "against"):
+                print(f"  {label}: {value}")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ class Agreement:
         except Exception:
             reason = f"a rank did not answer within {self._timeout.total_seconds():g} s"
         wish = _REFUSED if reason else _AGREED
-        decision = self._store.compare_set(f"{prefix}/decision", "", wish).decode()
+        decision: str = self._store.compare_set(f"{prefix}/decision", "", wish).decode()
         self._forget(step - 2)
         if decision != _AGREED:
             self._say(reason or "another rank refused")

@@ -87,6 +87,7 @@ class BlockCall:
         parts.clear()
         with torch.enable_grad():
             outputs = self.function(nanobatch, *args, **kwargs)
+        flat: list[Any]
         flat, self.output_spec = tree_flatten(outputs)
         return flat
 

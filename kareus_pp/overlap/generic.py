@@ -169,7 +169,7 @@ def attach_module(
 def _batch_size(leaves: Iterable[Any], dimension: int) -> int:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.dim() > dimension:
-            return leaf.size(dimension)
+            return int(leaf.size(dimension))
     return 0
 
 
