@@ -174,10 +174,10 @@ def _jumps(groups: list[_Group], noise: float) -> dict[Kind, IntArray]:
         off = means[_WINDOW:] - means[:-_WINDOW]
         least = max(_LEAST_JUMP, 4 * noise * np.sqrt(2 / _WINDOW / len(same)))
         jumps = []
-        for at in np.flatnonzero(off > least):
+        for at in map(int, np.flatnonzero(off > least)):
             near = off[max(0, at - _WINDOW) : at + _WINDOW + 1]
             if off[at] == near.max():
-                jumps.append(int(at) + _WINDOW)
+                jumps.append(at + _WINDOW)
         found[kind] = np.array(jumps, np.int64)
     return found
 
