@@ -20,7 +20,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
-    parser.add_argument("--repeats", type=int, default=60, help="repetitions; medians are printed")
+    parser.add_argument(
+        "--repeats", type=int, default=60, help="repetitions; the least counts, noise only adds"
+    )
     arguments = parser.parse_args()
     with ranks(2, timeout_s=300) as two:
         rows = two.run(overhead_case.overhead, arguments.repeats)[0]
