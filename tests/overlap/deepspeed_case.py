@@ -38,12 +38,21 @@ class Block(nn.Module):
         normed = self.norm1(hidden)
         batch, sequence, _ = normed.shape
         query, key, value = (
-            linear(normed).view(batch, sequence, self.heads, -1).transpose(1, 2)
+            _contiguous_gradient(linear(normed))
+            .view(batch, sequence, self.heads, -1)
+            .transpose(1, 2)
             for linear in (self.query, self.key, self.value)
         )
         attended = torch.softmax(query @ key.transpose(-1, -2), dim=-1) @ value
         hidden = hidden + self.project(attended.transpose(1, 2).reshape(batch, sequence, -1))
         return hidden + self.down(torch.relu(self.up(self.norm2(hidden))))
+
+
+def _contiguous_gradient(value: torch.Tensor) -> torch.Tensor:
+    """DeepSpeed's asynchronous layer takes no other."""
+    if value.requires_grad:
+        value.register_hook(torch.Tensor.contiguous)
+    return value
 
 
 class Embed(nn.Embedding):
