@@ -74,7 +74,9 @@ class Collective(NamedTuple):
         if options is not None and hasattr(options, "asyncOp"):
             # A synchronous call would run on the compute stream and overlap nothing.
             options.asyncOp = True
-        return self.original(group, *self.args)
+        # The peer that launches may be recording a graph, to which this does not belong.
+        with torch.no_grad():
+            return self.original(group, *self.args)
 
 
 Handler = Callable[[Collective], Any]
