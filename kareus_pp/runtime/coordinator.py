@@ -7,10 +7,11 @@ to know, and follows the assignments that the leader publishes.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from statistics import median
 
 from kareus_pp.config import KareusConfig
@@ -38,7 +39,10 @@ from kareus_pp.schedule import Instruction
 
 _POLL_S = 0.05
 _IDLE_POLL_S = 0.5
-_SAMPLES_KEPT_S = 300.0
+# Readings are kept for this long before the first step that still needs them.
+_MARGIN_S = 2.0
+# Steps further apart than this do not share a window: something else ran between them.
+_GAP_S = 0.1
 # The counter of a GPU moves every 100 ms: wait for its next tick before a step's energy is taken.
 _TICK_WAIT_S = 0.25
 _WINDOW_S = 1.0
@@ -66,7 +70,6 @@ class Coordinator:
         store: Store,
         events: EventLog,
         logger: logging.Logger,
-        on_failure: Callable[[BaseException], None],
     ) -> None:
         self.down = ""
         self.phase = OBSERVE
@@ -79,7 +82,6 @@ class Coordinator:
         self._store = store
         self._events = events
         self._log = logger
-        self._on_failure = on_failure
         self._inbox: queue.SimpleQueue[StepTracker | str | None] = queue.SimpleQueue()
         self._closing = False
         self._rows: tuple[StageAssignment, ...] = ()
@@ -90,6 +92,7 @@ class Coordinator:
         self._streams: dict[str, tuple[Instruction, ...]] = {}
         self._warned: set[str] = set()
         self._waiting: list[StepTracker] = []
+        self._settled_s = -math.inf
         self._top_mhz = max(self._facts.clocks_mhz, default=None)
         self._samples: list[Sample] = []
         self._sampling = False
@@ -186,6 +189,9 @@ class Coordinator:
     def _tell_down(self) -> None:
         try:
             self._store.set(DOWN_KEY, f"rank {self._topology.rank}: {self.down}")
+            if self._leader is not None:
+                # Our own rank follows nothing any more; the others still follow the leader.
+                self._leader.tick()
         except Exception as error:
             self._log.warning("kareus-pp: the other ranks could not be told: %s", error)
 
@@ -197,12 +203,13 @@ class Coordinator:
             start_s, end_s = window[0].started_s, window[-1].ended_s
             reading = read_window(self._samples, start_s, end_s, self._top_mhz)
             self._waiting = self._waiting[len(window) :]
+            self._settled_s = end_s
             for step in window:
                 length_s = step.ended_s - step.started_s
                 self._settle(step, reading, length_s / max(end_s - start_s, 1e-9))
-        oldest = (self._waiting[0].started_s if self._waiting else now) - 1.0
-        if self._samples and self._samples[0].at_s < now - _SAMPLES_KEPT_S:
-            self._samples = [sample for sample in self._samples if sample.at_s >= oldest]
+        # A step that is still running began after the last one that was settled.
+        oldest_s = self._settled_s - _MARGIN_S
+        self._samples = [sample for sample in self._samples if sample.at_s >= oldest_s]
 
     def _next_window(self, now_s: float, all_now: bool) -> list[StepTracker] | None:
         """The next steps whose energy is read as one; None while samples must still come.
@@ -216,6 +223,8 @@ class Coordinator:
         window: list[StepTracker] = []
         for step in self._waiting:
             if window and step.row is not window[0].row:
+                break
+            if window and step.started_s - window[-1].ended_s > _GAP_S:
                 break
             window.append(step)
             if step.ended_s - window[0].started_s >= _WINDOW_S:

@@ -94,7 +94,6 @@ class Session:
                 store=store or LocalStore(),
                 events=self.events,
                 logger=self._log,
-                on_failure=self._fail,
             )
         except BaseException:
             self._controller.close()
