@@ -180,6 +180,9 @@ class Coordinator:
             return
         if isinstance(item, StepTracker):
             self._waiting.append(item)
+            # Not when its energy is known: to stand down waits for no reading.
+            if self._stop_from is not None and item.number + 1 >= self._stop_from:
+                self.stand_down(self._stop_reason)
             if item.row is None and not self.down:
                 self._samples.extend(self._controller.drain())
                 self._observe(item)
@@ -275,8 +278,6 @@ class Coordinator:
                 self._sample(False)
         if self._leader is not None:
             self._leader.step_done(step.number, record.window_s)
-        if self._stop_from is not None and step.number + 1 >= self._stop_from:
-            self.stand_down(self._stop_reason)
 
     def _write_step(self, step: StepTracker, record: Record, switches: int) -> None:
         assignment = step.row.assignment if step.row is not None else None
