@@ -81,6 +81,10 @@ def measure_all(names: Iterable[str]) -> list[Row]:
                 rows += getattr(importlib.import_module(module), function)()
         except ModuleNotFoundError as error:
             print(f"{name} is left out: {error.name} is not installed", file=sys.stderr)
+    # A framework's process group that is left open can abort the process at its end.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
     return rows
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
 from torch.nn import functional
@@ -125,7 +127,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log", type=Path, help="JSON lines with the loss of every step")
     parser.add_argument("--backend", default=None, help="nccl, gloo; default: as DeepSpeed chooses")
-    parser.add_argument("--local_rank", type=int, default=0)
+    parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     return deepspeed.add_config_arguments(parser).parse_args()
 
 
@@ -152,6 +154,8 @@ def main() -> None:
     if arguments.log and engine.global_rank == 0:
         arguments.log.parent.mkdir(parents=True, exist_ok=True)
         arguments.log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # Its threads would still run while the process ends, which aborts it now and then.
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

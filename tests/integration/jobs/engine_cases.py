@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import kareus_pp.integrations.deepspeed as door
 import torch
+import torch.distributed as dist
 from common import Layer, data, make_engine, own_stream, start
 from kareus_pp.integrations.deepspeed import attach, detach
 
@@ -207,7 +208,8 @@ def main() -> None:
     del engine
     cases = (activation, switched_off, user_exception, modes, own_map_and_loop, both_phases)
     results = {case.__name__: case() for case in (*cases, mistakes, mismatching_plan)}
-    print(json.dumps(results))
+    print(json.dumps(results), flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
