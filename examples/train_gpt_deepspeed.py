@@ -154,7 +154,8 @@ def main() -> None:
     if arguments.log and engine.global_rank == 0:
         arguments.log.parent.mkdir(parents=True, exist_ok=True)
         arguments.log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    # Its threads would still run while the process ends, which aborts it now and then.
+    # A thread of gloo that still frees the last loss while Python ends would abort the process.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -209,6 +209,7 @@ def main() -> None:
     cases = (activation, switched_off, user_exception, modes, own_map_and_loop, both_phases)
     results = {case.__name__: case() for case in (*cases, mistakes, mismatching_plan)}
     print(json.dumps(results), flush=True)
+    dist.barrier()
     dist.destroy_process_group()
 
 
