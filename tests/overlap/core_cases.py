@@ -138,11 +138,11 @@ def agreement(wish: str) -> list[Any]:
     store = dist.distributed_c10d._get_default_store()
     module, value = block(), sample()
     wanted = step(module, value)
-    executor = generic.attach(
-        module,
-        dist.group.WORLD,
-        agreement=Agreement(store, wish, rank, dist.get_world_size(), timeout_s=1.0),
+    # Only the rank that is to lose its patience has little of it.
+    patient, impatient = (
+        Agreement(store, wish, rank, dist.get_world_size(), timeout_s) for timeout_s in (60, 0.2)
     )
+    executor = generic.attach(module, dist.group.WORLD, agreement=patient)
     step(module, value)
     answers = []
     for number in range(4):
@@ -150,7 +150,9 @@ def agreement(wish: str) -> list[Any]:
         if number == 1 and wish == "differ" and rank == 1:
             setting = OverlapSetting.parse("mlp@2:4")
         if number == 1 and wish == "late" and rank == 1:
-            threading.Event().wait(2.5)
+            store.wait([f"kareus/overlap/{wish}/{number}/decision"])
+        late = number == 1 and wish == "late" and rank == 0
+        executor._agreement = impatient if late else patient
         answers.append(executor.begin_step(number, [setting]))
         set_both(executor, setting)
         assert error(step(module, value), wanted) <= 1e-12

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 SEQUENCE, HIDDEN, HEADS, VOCABULARY = 8, 32, 4, 64
@@ -107,6 +109,9 @@ def layout(tensor: int = 2, pipeline: int = 1, virtual: int | None = None) -> No
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     parallel_state.destroy_model_parallel()
+    # That forgets the groups; they live on, each with its threads, until c10d destroys them.
+    for group in [g for g in distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -13,6 +12,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
+
+from torch.distributed import TCPStore
 
 TIMEOUT_S = 120.0
 
@@ -32,6 +33,7 @@ class Ranks:
         self._timeout_s = timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
+        self._store: TCPStore | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function of a module on every rank; returns its results in order of ranks.
@@ -63,9 +65,9 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Bound here and kept: a port that is only looked up may be another's by the time of use.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -86,7 +88,7 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None
 
 
 def _serve(pipe: Any, rank: int, size: int, port: int, path: str) -> None:
@@ -107,7 +109,7 @@ def _serve(pipe: Any, rank: int, size: int, port: int, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        store=TCPStore("127.0.0.1", port, is_master=False),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=60),

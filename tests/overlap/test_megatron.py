@@ -18,6 +18,7 @@ def check(row: dict[str, Any]) -> None:
     assert row["reasons"] == {}
     assert row["all_slots_hit"], row["slots_hit"]
     assert row["launches_as_planned"], row
+    assert row.get("random_states_kept", True), row
 
 
 @pytest.mark.parametrize("case", cases.EQUALITY)
@@ -80,11 +81,12 @@ def test_twenty_steps(
 @pytest.mark.parametrize("control", negative.CONTROLS)
 def test_without_its_protection_it_fails(two_megatron_ranks: Ranks, control: str) -> None:
     """A test that cannot fail proves nothing: each protection is taken away."""
-    assert two_megatron_ranks.run(negative.run, control) == [True, True]
+    fails = "as it must" if negative.CONTROLS[control].fault else "wrong numbers"
+    assert two_megatron_ranks.run(negative.run, control) == [("", fails)] * 2
 
 
 def test_grad_reduce_without_the_toggle_fails(four_megatron_ranks: Ranks) -> None:
-    assert four_megatron_ranks.run(negative.run_grad_reduce) == [True] * 4
+    assert four_megatron_ranks.run(negative.run_grad_reduce) == ["as it must"] * 4
 
 
 def test_detaching_restores_everything(two_megatron_ranks: Ranks) -> None:
