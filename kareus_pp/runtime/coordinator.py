@@ -332,6 +332,7 @@ class Coordinator:
             device=self._facts.name,
             source=self._facts.source.value,
             scope=self._facts.scope,
+            exchanges=" ".join(map(str, step.exchanges)),
         )
         self._events.write("observed", key=step.key, instructions=stream.instructions)
         self._store.set(f"stream/{step.key}/{stream.rank}", encode(stream))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from kareus_pp.errors import ScheduleError
+from kareus_pp.exchanges import Exchange, waits_of
 from kareus_pp.measure.runs import IterationRecord
 from kareus_pp.profile import Source
 from kareus_pp.runtime.messages import Assignment, Record, Stream, decode
@@ -24,6 +25,7 @@ class Gathered:
         device: Names of the devices.
         source: Source of their energy readings.
         scope: Scope of their energy readings.
+        warning: Why the schedule lacks the waits of blocking exchanges; empty where it has them.
     """
 
     schedule: Schedule
@@ -31,6 +33,7 @@ class Gathered:
     device: str
     source: Source
     scope: str
+    warning: str = ""
 
 
 def gather_schedule(store: Store, topology: Topology, key: str) -> Gathered | None:
@@ -72,13 +75,24 @@ def gather_schedule(store: Store, topology: Topology, key: str) -> Gathered | No
         communicating=frozenset(i for row in rows for i in _parse(row.communicating)),
     )
     validate_schedule(schedule)
+    schedule, warning = _with_waits(schedule, rows)
     return Gathered(
         schedule=schedule,
         clocks_mhz=_usable_clocks(streams),
         device=", ".join(sorted({stream.device for stream in streams})),
         source=Source(streams[0].source),
         scope=streams[0].scope,
+        warning=warning,
     )
+
+
+def _with_waits(schedule: Schedule, rows: list[Stream]) -> tuple[Schedule, str]:
+    """The schedule with the waits of blocking exchanges, or why they are not known."""
+    exchanges = [[Exchange.parse(text) for text in row.exchanges.split()] for row in rows]
+    try:
+        return replace(schedule, waits=waits_of(schedule, exchanges)), ""
+    except ScheduleError as error:
+        return schedule, f"how stages wait for each other's messages is not known ({error})"
 
 
 def _usable_clocks(streams: list[Stream]) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from kareus_pp.runtime.messages import APPLY, DOWN_KEY, PROFILE, STOPPED, Assign
 from kareus_pp.runtime.solver import BackgroundSolver
 from kareus_pp.runtime.store import Store
 from kareus_pp.runtime.topology import Topology
+from kareus_pp.schedule import Schedule
 from kareus_pp.setting import Setting
 
 # A frequency plan is given up after this many times its iterations, if records keep being rejected.
@@ -138,6 +139,10 @@ class Leader:
                 schedule.microbatches,
                 schedule.signature,
             )
+            if gathered.warning:
+                self._log.warning(
+                    "kareus-pp: %s; iterations may take longer than predicted", gathered.warning
+                )
             self._events.write(
                 "schedule", key=key, signature=schedule.signature, device=gathered.device
             )
@@ -172,13 +177,10 @@ class Leader:
             if gathered.schedule.signature == plan.schedule.signature:
                 self._publish_plan(key, plan, "given")
                 return
+        here = self._schedules[self._key].schedule
         self._warn(
-            f"the plan {str(self._config.plan)!r} is for a schedule of signature "
-            f"{plan.schedule.signature} ({plan.schedule.stages} stages, "
-            f"{plan.schedule.microbatches} microbatches) and this job runs "
-            f"{self._schedules[self._key].schedule.signature} "
-            f"({self._schedules[self._key].schedule.stages} stages, "
-            f"{self._schedules[self._key].schedule.microbatches} microbatches)"
+            f"the plan {str(self._config.plan)!r} is for a schedule of "
+            f"{_description(plan.schedule)} and this job runs {_description(here)}"
         )
         self._state = _State.DONE
 
@@ -421,3 +423,11 @@ class Leader:
     def _warn(self, text: str) -> None:
         self._log.warning("kareus-pp: %s; training goes on at default clocks", text)
         self._events.write("warning", text=text)
+
+
+def _description(schedule: Schedule) -> str:
+    waits = f", {len(schedule.waits)} waits for messages" if schedule.waits else ""
+    return (
+        f"signature {schedule.signature} ({schedule.stages} stages, "
+        f"{schedule.microbatches} microbatches{waits})"
+    )

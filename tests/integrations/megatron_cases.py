@@ -178,6 +178,7 @@ def orders(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "topology": recorder.topology,
                 "recorded": recorder.stream(),
+                "exchanges": recorder.exchanges,
                 "communicating": [text for text in recorder.steps[0] if text.endswith("+comm")],
                 "calls": recorder.calls,
                 "fingerprint": recorder.fingerprint,

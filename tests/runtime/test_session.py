@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from kareus_pp.builders import build_1f1b, build_schedule
+from kareus_pp.builders import build_1f1b, build_interleaved, build_schedule
 from kareus_pp.config import parse_config
 from kareus_pp.errors import ConfigError, FormatError
+from kareus_pp.exchanges import Exchange
 from kareus_pp.plan import Plan
 from kareus_pp.runtime.session import Session
 from kareus_pp.runtime.topology import Topology
 from kareus_pp.schedule import Schedule
 from kareus_pp.setting import Setting
+from tests.core.test_exchanges import exchanges_of
 from tests.runtime.pipeline import make_pipeline
 
 
@@ -35,6 +37,39 @@ def test_observed_schedule_is_the_executed_one(tmp_path: Path) -> None:
     assert recorded.order == schedule.order
     assert recorded.signature == schedule.signature
     assert all(e["plan"] == "default" for e in pipeline.events(1, "step"))
+
+
+def test_waits_of_exchanges_are_recorded_and_tell_plans_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = build_interleaved(3, 3, 2, p2p="blocking")
+    striped_plan(build_interleaved(3, 3, 2)).save(tmp_path / "plan.json")
+    with (
+        caplog.at_level(logging.WARNING, "kareus_pp"),
+        make_pipeline(schedule, tmp_path, plan=str(tmp_path / "plan.json")) as pipeline,
+    ):
+        pipeline.exchanges = exchanges_of(schedule, group=3, overlapped=False)
+        pipeline.steps_until(lambda: bool(caplog.records))
+    recorded = Schedule.load(next(tmp_path.glob("schedule-*.json")))
+    assert recorded.waits == schedule.waits
+    assert recorded.signature == schedule.signature
+    assert f"3 microbatches, {len(schedule.waits)} waits for messages)" in caplog.text
+
+
+def test_messages_that_do_not_match_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = build_interleaved(3, 3, 2)
+    with (
+        caplog.at_level(logging.WARNING, "kareus_pp"),
+        make_pipeline(schedule, tmp_path, mode="observe") as pipeline,
+    ):
+        pipeline.exchanges = ((Exchange(1, "N"),), (), ())
+        pipeline.steps_until(lambda: any(tmp_path.glob("schedule-*.json")))
+    recorded = Schedule.load(next(tmp_path.glob("schedule-*.json")))
+    assert recorded.signature == schedule.signature
+    assert "stage 0 sends 1 messages to stage 1, which receives 0" in caplog.text
+    assert "may take longer than predicted" in caplog.text
 
 
 def test_every_setting_reaches_its_instruction(tmp_path: Path) -> None:
