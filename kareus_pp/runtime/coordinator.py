@@ -377,6 +377,8 @@ class Coordinator:
             previous = [r for r in self._rows if r.assignment.key == assignment.key][-1:]
             self._rows = (*kept, *previous, row)
             self.phase = assignment.phase
+            if assignment.phase == PROFILE:
+                self._applied_steps = 0
             if assignment.phase in (PROFILE, APPLY) and self._applied_steps < _VERIFIED_STEPS:
                 self._sample(True)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 from kareus_pp.errors import ScheduleError
 from kareus_pp.exchanges import Exchange, waits_of
 from kareus_pp.measure.runs import IterationRecord
-from kareus_pp.profile import Source
+from kareus_pp.profile import Profile, Source
 from kareus_pp.runtime.messages import Assignment, Record, Stream, decode
 from kareus_pp.runtime.store import Store
 from kareus_pp.runtime.topology import Topology
@@ -104,6 +105,33 @@ def _usable_clocks(streams: list[Stream]) -> tuple[int, ...]:
     top = max(common, default=0)
     ceiling = min((s.ceiling_mhz for s in streams if s.ceiling_mhz is not None), default=top)
     return tuple(mhz for mhz in sorted(common) if mhz <= ceiling or mhz == top)
+
+
+def profile_misfit(profile: Profile, gathered: Gathered, fingerprint: Mapping[str, str]) -> str:
+    """Why a profile is not one of this job, as the end of a sentence; empty where it is."""
+    for name in sorted(profile.fingerprint.keys() & fingerprint.keys()):
+        taken, here = profile.fingerprint[name], fingerprint[name]
+        if taken != here:
+            return f"was taken with {name} = {taken} and this job has {here}"
+    missing = [str(c) for c in gathered.schedule.classes if c not in profile.options]
+    if missing or profile.stages != gathered.schedule.stages:
+        return (
+            f"does not cover this job: it has {profile.stages} stages and no options for "
+            f"{', '.join(missing[:4]) or 'some'}"
+        )
+    source = profile.device.source
+    if source is not gathered.source:
+        return f"has energies from {source.value} and this job reads {gathered.source.value}"
+    return ""
+
+
+def described(schedule: Schedule) -> str:
+    """A schedule in the words of a message."""
+    waits = f", {len(schedule.waits)} waits for messages" if schedule.waits else ""
+    return (
+        f"signature {schedule.signature} ({schedule.stages} stages, "
+        f"{schedule.microbatches} microbatches{waits})"
+    )
 
 
 def gather_records(

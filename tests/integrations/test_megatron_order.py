@@ -50,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
         **{"pp": 2, "chunks": 2, "microbatches": 4, "ddp": True},
         "config": OVERLAPPED,
     },
+    "overlapped parameter gathering": {"pp": 2, "microbatches": 3, "ddp": True, "gather": True},
     "fused": {
         **{"pp": 4, "chunks": 2, "microbatches": 8, "fused": True},
     },
@@ -207,6 +208,14 @@ def test_the_last_backward_of_every_chunk_reduces_gradients(
         stage = rank["topology"]["stage"]
         assert rank["communicating"] == [f"{stage}B3.1+comm", f"{stage}B3+comm"]
     assert not any(rank["communicating"] for rank in recorded["1f1b"])
+
+
+def test_the_first_forward_of_every_chunk_gathers_parameters(
+    recorded: dict[str, list[dict[str, Any]]],
+) -> None:
+    for rank in recorded["overlapped parameter gathering"]:
+        stage = rank["topology"]["stage"]
+        assert rank["communicating"] == [f"{stage}F0+comm", f"{stage}B2+comm"]
 
 
 def test_fused_pairs_are_classes_of_their_own(recorded: dict[str, list[dict[str, Any]]]) -> None:

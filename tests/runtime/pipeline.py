@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Pipeline:
     config: KareusConfig
     works: dict[InstructionClass, Work]
     exchanges: Sequence[Sequence[Exchange]] = ()
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
     sessions: list[Session] = field(default_factory=list)
 
     def __enter__(self) -> Pipeline:
@@ -57,7 +58,15 @@ class Pipeline:
                 world_size=self.schedule.stages,
                 local_rank=stage,
             )
-            self.sessions.append(Session(self.config, topology, work=self.works, store=store))
+            self.sessions.append(
+                Session(
+                    self.config,
+                    topology,
+                    work=self.works,
+                    fingerprint=self.fingerprint,
+                    store=store,
+                )
+            )
         return self
 
     def __exit__(self, *_: Any) -> None:
