@@ -1,8 +1,9 @@
 """Frontiers of 1F1B, interleaved 1F1B and zero-bubble H1 beside each other, from one profile.
 
-The profile has a forward and a backward for every stage. A chunk of an interleaved stage is an
-equal share of both; the halves of a split backward are half of it each. What a real model adds to
-that (more messages, activations kept longer) is not in the figures.
+Interleaved 1F1B comes thrice: with asynchronous sends, and as Megatron-Core executes it with and
+without overlapped ones. The profile has a forward and a backward for every stage. A chunk of an
+interleaved stage is an equal share of both; the halves of a split backward are half of it each.
+What a real model adds to that (more messages, activations kept longer) is not in the figures.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from kareus_pp.setting import Setting
 from kareus_pp.simulate.gpu_model import Work, load_gpu_model
 
 STAGES, MICROBATCHES, CHUNKS, POINTS = 4, 16, 2, 8
-SCHEDULES = (("1f1b", 1), ("interleaved", CHUNKS), ("zb-h1", 1))
+SCHEDULES = {
+    "1f1b": ("1f1b", 1, "asynchronous"),
+    "interleaved": ("interleaved", CHUNKS, "asynchronous"),
+    "interleaved, overlapped": ("interleaved", CHUNKS, "overlapped"),
+    "interleaved, blocking": ("interleaved", CHUNKS, "blocking"),
+    "zb-h1": ("zb-h1", 1, "asynchronous"),
+}
 # Seconds of a forward at the highest clock: the last stage holds the head.
 FORWARD_S = (0.030, 0.030, 0.030, 0.040)
 
@@ -79,13 +86,13 @@ def shared_out(profile: Profile, chunks: int) -> Profile:
 def measure(profile: Profile, points: int = POINTS) -> list[Row]:
     """The frontier of every schedule."""
     rows = []
-    for name, chunks in SCHEDULES:
-        schedule = build_schedule(name, STAGES, MICROBATCHES, chunks)
+    for title, (name, chunks, p2p) in SCHEDULES.items():
+        schedule = build_schedule(name, STAGES, MICROBATCHES, chunks, p2p)
         found = frontier(schedule, shared_out(profile, chunks), points=points)
         for plan in found.plans:
             assert plan.time_s is not None
             assert plan.energy_j is not None
-            rows.append(Row(name, plan.time_s, plan.energy_j, plan.gap))
+            rows.append(Row(title, plan.time_s, plan.energy_j, plan.gap))
     return rows
 
 
@@ -100,15 +107,15 @@ def main() -> None:
     if arguments.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
-    table = Table("point", *(f"{name}{f', {c} chunks' if c > 1 else ''}" for name, c in SCHEDULES))
-    columns = [[row for row in rows if row.schedule == name] for name, _ in SCHEDULES]
+    table = Table("point", *SCHEDULES)
+    columns = [[row for row in rows if row.schedule == title] for title in SCHEDULES]
     for point in range(max(map(len, columns))):
         cells = [
             f"{c[point].time_s:.3f} s  {c[point].energy_j:.0f} J" if point < len(c) else ""
             for c in columns
         ]
         table.add_row(str(point), *cells)
-    Console(width=110).print(table)
+    Console(width=130).print(table)
     print(
         f"energies: {profile.device.source.value}; largest gap {max(r.gap or 0 for r in rows):.2%}"
     )

@@ -38,12 +38,19 @@ from kareus_pp.schedule import InstructionClass, Kind, looped_model_order
 from kareus_pp.simulate.gpu_model import Work
 
 SCHEDULES_MODULE = "megatron.core.pipeline_parallel.schedules"
+_INTERLEAVED = "forward_backward_pipelining_with_interleaving"
 _STEPS = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",
-    "forward_backward_pipelining_with_interleaving",
+    _INTERLEAVED,
 )
 _BACKWARDS = ("backward_step", "backward_step_multimodule")
+_COMMUNICATE = "_communicate"
+# Arguments of `_communicate`, and what they are called in an exchange.
+_MESSAGES = (
+    *(("tensor_send_next", "N"), ("tensor_send_prev", "P")),
+    *(("recv_prev", "p"), ("recv_next", "n")),
+)
 _FUSED = "combined_forward_backward_step"
 HOOKED = ("forward_step", *_BACKWARDS, *_STEPS)
 """Functions of the schedules' module that are replaced, as far as a version has them."""
@@ -86,8 +93,8 @@ def attach(config: Config | None = None) -> None:
 def detach() -> None:
     """Take all hooks off and close the session; default clocks come back."""
     while _replaced:
-        module, name, original = _replaced.pop()
-        setattr(module, name, original)
+        owner, name, original = _replaced.pop()
+        setattr(owner, name, original)
     _hooks.reset()
 
 
@@ -121,20 +128,23 @@ def hook_schedules(module: ModuleType, config: KareusConfig | None = None) -> No
             replace(module, name, _hooks.backward)
     for name in _STEPS:
         replace(module, name, _hooks.step)
+    communicator = getattr(module, "P2PCommunicator", getattr(module, "p2p_communication", None))
+    if hasattr(communicator, _COMMUNICATE):
+        replace(communicator, _COMMUNICATE, _hooks.communicate)
     fused = inspect.getmodule(getattr(module, "combined_1f1b_schedule_for_no_pipelining", None))
     if fused is not None:
         replace(fused, _FUSED, _hooks.fused)
 
 
 def replace(
-    module: ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Replace a function of a module by its wrapped form, once, until `detach`."""
-    if any(entry[:2] == (module, name) for entry in _replaced):
+    """Replace a function of a module or class by its wrapped form, once, until `detach`."""
+    if any(entry[:2] == (owner, name) for entry in _replaced):
         return
-    original = getattr(module, name)
-    setattr(module, name, functools.wraps(original)(wrap(original)))
-    _replaced.append((module, name, original))
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(wrap(original)))
+    _replaced.append((owner, name, original))
 
 
 class _Hooks:
@@ -158,7 +168,7 @@ class _Hooks:
         self._forward_of: dict[int, tuple[int, int]] = {}
         self._forwards: Counter[int] = Counter()
         self._last_microbatch = -1
-        self._reduces = self._gathers = False
+        self._reduces = self._gathers = self._exchanges = False
 
     def pause(self, reason: str) -> None:
         """Default clocks until the next training step."""
@@ -188,6 +198,7 @@ class _Hooks:
             session.step_begin(
                 kwargs["num_microbatches"], f"{kwargs['micro_batch_size']}x{kwargs['seq_length']}"
             )
+            self._exchanges = original.__name__ == _INTERLEAVED
             self.training = True
             try:
                 result = original(*args, **kwargs)
@@ -266,6 +277,26 @@ class _Hooks:
         session.instruction_begin(Kind.BACKWARD, microbatch, chunk, fused or reduces)
         return True
 
+    def communicate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `_communicate`, which exchanges messages with the neighbouring stages.
+
+        Only interleaved schedules are listened to: in 1F1B what a stage waits for beyond its data
+        changes no prediction (docs/megatron.md).
+        """
+
+        def communicate(*args: Any, **kwargs: Any) -> Any:
+            if self._exchanges and self.training and self.session is not None:
+                messages = "".join(
+                    message
+                    for name, message in _MESSAGES
+                    if kwargs.get(name) is not None and kwargs[name] is not False
+                )
+                if messages:
+                    self.session.exchange(messages, kwargs.get("wait_on_reqs", True))
+            return original(*args, **kwargs)
+
+        return communicate
+
     def fused(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `combined_forward_backward_step`."""
         names = list(inspect.signature(original).parameters)
@@ -299,7 +330,7 @@ class _Hooks:
 
 
 _hooks = _Hooks()
-_replaced: list[tuple[ModuleType, str, Any]] = []
+_replaced: list[tuple[Any, str, Any]] = []
 
 
 def _identity(output: Any) -> int:

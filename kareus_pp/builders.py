@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Literal, NamedTuple, get_args
 
 from kareus_pp.errors import ScheduleError
+from kareus_pp.exchanges import interleaved_exchanges, waits_of
 from kareus_pp.schedule import Instruction, Kind, Schedule, looped_model_order
+
+P2p = Literal["asynchronous", "overlapped", "blocking"]
+P2P_MODES: tuple[P2p, ...] = get_args(P2p)
 
 
 def build_gpipe(stages: int, microbatches: int) -> Schedule:
@@ -40,7 +45,11 @@ def build_1f1b(stages: int, microbatches: int) -> Schedule:
 
 
 def build_interleaved(
-    stages: int, microbatches: int, chunks: int, group: int | None = None
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    group: int | None = None,
+    p2p: P2p = "asynchronous",
 ) -> Schedule:
     """Looped interleaved 1F1B (Narayanan et al., 2021), in the order of Megatron-Core and torch.
 
@@ -52,17 +61,32 @@ def build_interleaved(
             (Megatron's `--microbatch-group-size-per-virtual-pipeline-stage`). None: the number of
             stages, or, where that does not divide the microbatches, rounds of equal length as
             torch makes them.
+        p2p: Whether stages wait for their neighbours where they send and receive. `asynchronous`:
+            never, as in torch. `overlapped`: in warm-up and cool-down, as in Megatron-Core with
+            `--overlap-p2p-communication`. `blocking`: always, as in Megatron-Core without it.
 
     Raises:
         ScheduleError: The microbatches cannot be grouped so that every stage can proceed.
     """
     group = _group(stages, microbatches, chunks, group)
-    order = []
+    order, exchanges = [], []
     for stage in range(stages):
-        warmup = (chunks - 1) * group + 2 * (stages - stage - 1)
         forwards, backwards = _turns(stage, microbatches, chunks, group, Kind.BACKWARD)
+        warmup = min((chunks - 1) * group + 2 * (stages - stage - 1), len(forwards))
         order.append(_one_forward_one_backward(warmup, forwards, backwards))
-    return Schedule(tuple(order), looped_model_order(stages, chunks), name="interleaved")
+        chunk_of = [i.chunk for i in forwards]
+        exchanges.append(
+            interleaved_exchanges(stage, stages, chunk_of, warmup, p2p == "overlapped")
+        )
+    schedule = Schedule(tuple(order), looped_model_order(stages, chunks), name="interleaved")
+    if p2p == "asynchronous" or stages == 1 or chunks == 1:
+        return schedule
+    if group < stages:
+        raise ScheduleError(
+            f"{microbatches} microbatches on {stages} stages with {chunks} chunks are too few for "
+            f"Megatron-Core, whose p2p mode {p2p} is asked for; use at least {stages}"
+        )
+    return replace(schedule, waits=waits_of(schedule, exchanges))
 
 
 def build_zb_h1(
@@ -157,35 +181,58 @@ def _with_weight_gradients(row: tuple[Instruction, ...], delay: int) -> tuple[In
 
 
 class _Builder(NamedTuple):
-    build: Callable[[int, int, int], Schedule]
-    takes_chunks: bool
+    build: Callable[..., Schedule]
+    takes_chunks: bool = False
+    takes_p2p: bool = False
 
 
 _BUILDERS: dict[str, _Builder] = {
-    "gpipe": _Builder(lambda stages, microbatches, _: build_gpipe(stages, microbatches), False),
-    "1f1b": _Builder(lambda stages, microbatches, _: build_1f1b(stages, microbatches), False),
-    "interleaved": _Builder(build_interleaved, True),
-    "zb-h1": _Builder(build_zb_h1, True),
+    "gpipe": _Builder(build_gpipe),
+    "1f1b": _Builder(build_1f1b),
+    "interleaved": _Builder(build_interleaved, takes_chunks=True, takes_p2p=True),
+    "zb-h1": _Builder(build_zb_h1, takes_chunks=True),
 }
 SCHEDULE_NAMES = tuple(_BUILDERS)
 
 
-def build_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+def build_schedule(
+    name: str, stages: int, microbatches: int, chunks: int = 1, p2p: str = "asynchronous"
+) -> Schedule:
     """Build a schedule by its name, one of `SCHEDULE_NAMES`.
 
+    Args:
+        name: The name.
+        stages: Number of stages (pipeline ranks).
+        microbatches: Microbatches of an iteration.
+        chunks: Model chunks on a stage.
+        p2p: One of `P2P_MODES`, see `build_interleaved`.
+
     Raises:
-        ScheduleError: The name is unknown, a number is below 1, or the schedule does not exist for
-            these numbers.
+        ScheduleError: The name or the mode is unknown, a number is below 1, or the schedule does
+            not exist for these values.
     """
     if name not in _BUILDERS:
         raise ScheduleError(f"unknown schedule {name!r}; use one of {', '.join(SCHEDULE_NAMES)}")
     for what, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if number < 1:
             raise ScheduleError(f"{what} is {number} and must be at least 1")
-    build, takes_chunks = _BUILDERS[name]
-    if chunks > 1 and not takes_chunks:
-        chunked = " or ".join(n for n, builder in _BUILDERS.items() if builder.takes_chunks)
+    if p2p not in P2P_MODES:
+        raise ScheduleError(f"unknown p2p mode {p2p!r}; use one of {', '.join(P2P_MODES)}")
+    builder = _BUILDERS[name]
+    options: dict[str, int | str] = {}
+    if builder.takes_chunks:
+        options["chunks"] = chunks
+    elif chunks > 1:
+        chunked = " or ".join(n for n, other in _BUILDERS.items() if other.takes_chunks)
         raise ScheduleError(
             f"{name} has one chunk on a stage and {chunks} are asked for; use {chunked}"
         )
-    return build(stages, microbatches, chunks)
+    if builder.takes_p2p:
+        options["p2p"] = p2p
+    elif p2p != "asynchronous":
+        waiting = " or ".join(n for n, other in _BUILDERS.items() if other.takes_p2p)
+        raise ScheduleError(
+            f"{name} is planned without waits for messages (p2p mode asynchronous) and "
+            f"{p2p} is asked for; use {waiting}, or leave the mode out"
+        )
+    return builder.build(stages, microbatches, **options)

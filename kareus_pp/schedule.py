@@ -123,6 +123,10 @@ class Edge(NamedTuple):
     crosses_stages: bool
 
 
+Wait = tuple[Instruction, Instruction]
+"""The second starts only when the first, of another stage, has ended."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The ordered instructions of every stage of one iteration.
@@ -134,6 +138,8 @@ class Schedule:
         name: How it came to be: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, `recorded`, ...
         shape: Shape of a microbatch as text; profiles are keyed by it.
         communicating: Instructions during which gradients or parameters are communicated.
+        waits: Dependencies between stages that carry no data: a stage that exchanges messages
+            blockingly waits for its neighbours, see `kareus_pp.exchanges`.
     """
 
     order: tuple[tuple[Instruction, ...], ...]
@@ -141,6 +147,7 @@ class Schedule:
     name: str = "recorded"
     shape: str = ""
     communicating: frozenset[Instruction] = field(default=frozenset())
+    waits: frozenset[Wait] = field(default=frozenset())
 
     @property
     def stages(self) -> int:
@@ -174,7 +181,7 @@ class Schedule:
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Program order of every stage and data dependencies between instructions.
+        """Program order of every stage, data dependencies between instructions, and waits.
 
         A forward waits for the forward of the preceding chunk in the model, a backward or
         input-gradient for that of the following chunk and for its own forward, a weight-gradient
@@ -195,6 +202,7 @@ class Schedule:
                 instruction, place[instruction.stage, instruction.chunk]
             ):
                 yield producer, instruction
+        yield from sorted(self.waits)
 
     def _producers(self, instruction: Instruction, place: int) -> Iterable[Instruction]:
         def at(position: int, *kinds: Kind) -> Iterable[Instruction]:
@@ -230,13 +238,15 @@ class Schedule:
 
     @cached_property
     def signature(self) -> str:
-        """A stable hash of order and model order.
+        """A stable hash of order, model order and waits.
 
         How the schedule came to be does not count: a recorded and a built schedule of the same
         kind have the same signature.
         """
         parts = [" ".join(map(str, row)) for row in self.order]
         parts.append(" ".join(f"{stage}.{chunk}" for stage, chunk in self.model_order))
+        if self.waits:
+            parts.append(_wait_text(self.waits))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
@@ -247,6 +257,7 @@ class Schedule:
             "model_order": [f"{stage}.{chunk}" for stage, chunk in self.model_order],
             "order": [" ".join(map(str, row)) for row in self.order],
             "communicating": " ".join(map(str, sorted(self.communicating))),
+            **({"waits": _wait_text(self.waits)} if self.waits else {}),
         }
 
     @classmethod
@@ -268,6 +279,7 @@ class Schedule:
                 communicating=frozenset(
                     Instruction.parse(text) for text in body.get("communicating", "").split()
                 ),
+                waits=frozenset(_parse_wait(text) for text in body.get("waits", "").split()),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise FormatError(
@@ -296,6 +308,17 @@ def _parse_place(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def _wait_text(waits: Iterable[Wait]) -> str:
+    return " ".join(f"{before}>{after}" for before, after in sorted(waits))
+
+
+def _parse_wait(text: str) -> Wait:
+    before, arrow, after = text.partition(">")
+    if not arrow:
+        raise FormatError(f"{text!r} is not a wait; write two instructions, as in '1B0>0F3'")
+    return Instruction.parse(before), Instruction.parse(after)
+
+
 def looped_model_order(stages: int, chunks: int = 1) -> tuple[tuple[int, int], ...]:
     """Model order of plain and looped-interleaved pipelines: chunk by chunk through all stages."""
     return tuple((stage, chunk) for chunk in range(chunks) for stage in range(stages))
@@ -307,7 +330,8 @@ def validate_schedule(schedule: Schedule) -> None:
     Raises:
         ScheduleError: Naming stage, step and microbatch of the first fault: an instruction of
             another stage or chunk, a duplicate, a backward before or without its forward, a
-            weight-gradient without its input-gradient, or a deadlock.
+            weight-gradient without its input-gradient, a wait for an instruction that is not
+            there, or a deadlock.
     """
     if not schedule.order or not schedule.instructions:
         raise ScheduleError("the schedule is empty; record at least one training step")
@@ -328,6 +352,13 @@ def validate_schedule(schedule: Schedule) -> None:
             if needed is not None and instruction._replace(kind=needed) not in seen:
                 raise ScheduleError(f"{where}: its {needed.word} has not been executed before it")
             seen[instruction] = step
+    for wait in schedule.waits:
+        missing = [instruction for instruction in wait if instruction not in seen]
+        if missing or wait[0].stage == wait[1].stage:
+            raise ScheduleError(
+                f"the wait {wait[0]}>{wait[1]}: "
+                + (f"{missing[0]} is not executed" if missing else "both are of the same stage")
+            )
     topological_order(schedule)
 
 

@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kareus_pp.builders import (
+    P2P_MODES,
     SCHEDULE_NAMES,
     build_1f1b,
     build_interleaved,
@@ -31,7 +32,9 @@ def built(draw: st.DrawFn) -> Schedule:
     microbatches = draw(st.integers(1, 20))
     if chunks > 1:
         assume(microbatches % max(1, microbatches // stages) == 0)
-    return build_schedule(name, stages, microbatches, chunks)
+    waiting = name == "interleaved" and microbatches >= stages
+    p2p = draw(st.sampled_from(P2P_MODES)) if waiting else "asynchronous"
+    return build_schedule(name, stages, microbatches, chunks, p2p)
 
 
 def makespan(schedule: Schedule, cost: dict[Kind, float]) -> float:
@@ -150,3 +153,16 @@ def test_what_cannot_be_built_is_refused_in_one_sentence(
 ) -> None:
     with pytest.raises(ScheduleError, match=message):
         build_schedule(name, stages, microbatches, chunks)
+
+
+@pytest.mark.parametrize(
+    ("name", "p2p", "message"),
+    [
+        ("interleaved", "eager", "unknown p2p mode 'eager'; use one of asynchronous, overlapped, "),
+        ("interleaved", "blocking", "4 microbatches on 5 stages with 2 chunks are too few"),
+        ("1f1b", "blocking", "1f1b is planned without waits .* and blocking is asked for; use int"),
+    ],
+)
+def test_a_p2p_mode_that_cannot_be_is_refused(name: str, p2p: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        build_schedule(name, 5, 4, 2 if name == "interleaved" else 1, p2p)

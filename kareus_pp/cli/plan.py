@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kareus_pp.builders import SCHEDULE_NAMES, build_schedule
+from kareus_pp.builders import P2P_MODES, SCHEDULE_NAMES, build_schedule
 from kareus_pp.errors import ConfigError, TargetError
 from kareus_pp.plan import Plan
 from kareus_pp.planner import Planner, PlannerOptions, undominated
@@ -31,6 +31,11 @@ def plan(
     ),
     microbatches: int = typer.Option(8, help="Microbatches of an iteration."),
     chunks: int = typer.Option(1, help="Model chunks on a stage, for interleaved schedules."),
+    p2p: str = typer.Option(
+        "asynchronous",
+        help=f"Whether stages of interleaved 1F1B wait where they send: {', '.join(P2P_MODES)} "
+        "(Megatron-Core with and without --overlap-p2p-communication).",
+    ),
     blocking_power: str = typer.Option(
         "", help="Power of a waiting GPU in watts; one number, or one for each stage with commas."
     ),
@@ -82,7 +87,7 @@ def plan(
     if Path(schedule).is_file():
         planned = Schedule.load(schedule)
     else:
-        planned = build_schedule(schedule, loaded.stages, microbatches, chunks)
+        planned = build_schedule(schedule, loaded.stages, microbatches, chunks, p2p)
     loaded = fit_to_schedule(loaded, planned)
     options = PlannerOptions(
         solver=solver,  # type: ignore[arg-type]

@@ -332,6 +332,7 @@ class Coordinator:
             device=self._facts.name,
             source=self._facts.source.value,
             scope=self._facts.scope,
+            exchanges=" ".join(map(str, step.exchanges)),
         )
         self._events.write("observed", key=step.key, instructions=stream.instructions)
         self._store.set(f"stream/{step.key}/{stream.rank}", encode(stream))
@@ -376,6 +377,8 @@ class Coordinator:
             previous = [r for r in self._rows if r.assignment.key == assignment.key][-1:]
             self._rows = (*kept, *previous, row)
             self.phase = assignment.phase
+            if assignment.phase == PROFILE:
+                self._applied_steps = 0
             if assignment.phase in (PROFILE, APPLY) and self._applied_steps < _VERIFIED_STEPS:
                 self._sample(True)
 

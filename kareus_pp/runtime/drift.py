@@ -16,10 +16,14 @@ class DriftWatch:
 
     Args:
         planned_s: Predicted iteration time in seconds; None where there is nothing to compare.
+
+    Attributes:
+        held: For how many added iterations the plan has held.
     """
 
     def __init__(self, planned_s: float | None) -> None:
         self._planned_s = planned_s
+        self.held = 0
         self._times_s: deque[float] = deque(maxlen=_WINDOW)
 
     def add(self, iter_time_s: float) -> str:
@@ -29,8 +33,9 @@ class DriftWatch:
             return ""
         typical_s = median(self._times_s)
         if typical_s <= self._planned_s * (1 + _TOLERANCE):
+            self.held += 1
             return ""
         return (
             f"iterations take {typical_s:.4f} s and {self._planned_s:.4f} s were planned: the plan "
-            f"does not hold any more; profile again"
+            f"does not hold"
         )

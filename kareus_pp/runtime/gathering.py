@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from kareus_pp.errors import ScheduleError
+from kareus_pp.exchanges import Exchange, waits_of
 from kareus_pp.measure.runs import IterationRecord
-from kareus_pp.profile import Source
+from kareus_pp.profile import Profile, Source
 from kareus_pp.runtime.messages import Assignment, Record, Stream, decode
 from kareus_pp.runtime.store import Store
 from kareus_pp.runtime.topology import Topology
@@ -24,6 +26,7 @@ class Gathered:
         device: Names of the devices.
         source: Source of their energy readings.
         scope: Scope of their energy readings.
+        warning: Why the schedule lacks the waits of blocking exchanges; empty where it has them.
     """
 
     schedule: Schedule
@@ -31,6 +34,7 @@ class Gathered:
     device: str
     source: Source
     scope: str
+    warning: str = ""
 
 
 def gather_schedule(store: Store, topology: Topology, key: str) -> Gathered | None:
@@ -72,13 +76,24 @@ def gather_schedule(store: Store, topology: Topology, key: str) -> Gathered | No
         communicating=frozenset(i for row in rows for i in _parse(row.communicating)),
     )
     validate_schedule(schedule)
+    schedule, warning = _with_waits(schedule, rows)
     return Gathered(
         schedule=schedule,
         clocks_mhz=_usable_clocks(streams),
         device=", ".join(sorted({stream.device for stream in streams})),
         source=Source(streams[0].source),
         scope=streams[0].scope,
+        warning=warning,
     )
+
+
+def _with_waits(schedule: Schedule, rows: list[Stream]) -> tuple[Schedule, str]:
+    """The schedule with the waits of blocking exchanges, or why they are not known."""
+    exchanges = [[Exchange.parse(text) for text in row.exchanges.split()] for row in rows]
+    try:
+        return replace(schedule, waits=waits_of(schedule, exchanges)), ""
+    except ScheduleError as error:
+        return schedule, f"how stages wait for each other's messages is not known ({error})"
 
 
 def _usable_clocks(streams: list[Stream]) -> tuple[int, ...]:
@@ -90,6 +105,33 @@ def _usable_clocks(streams: list[Stream]) -> tuple[int, ...]:
     top = max(common, default=0)
     ceiling = min((s.ceiling_mhz for s in streams if s.ceiling_mhz is not None), default=top)
     return tuple(mhz for mhz in sorted(common) if mhz <= ceiling or mhz == top)
+
+
+def profile_misfit(profile: Profile, gathered: Gathered, fingerprint: Mapping[str, str]) -> str:
+    """Why a profile is not one of this job, as the end of a sentence; empty where it is."""
+    for name in sorted(profile.fingerprint.keys() & fingerprint.keys()):
+        taken, here = profile.fingerprint[name], fingerprint[name]
+        if taken != here:
+            return f"was taken with {name} = {taken} and this job has {here}"
+    missing = [str(c) for c in gathered.schedule.classes if c not in profile.options]
+    if missing or profile.stages != gathered.schedule.stages:
+        return (
+            f"does not cover this job: it has {profile.stages} stages and no options for "
+            f"{', '.join(missing[:4]) or 'some'}"
+        )
+    source = profile.device.source
+    if source is not gathered.source:
+        return f"has energies from {source.value} and this job reads {gathered.source.value}"
+    return ""
+
+
+def described(schedule: Schedule) -> str:
+    """A schedule in the words of a message."""
+    waits = f", {len(schedule.waits)} waits for messages" if schedule.waits else ""
+    return (
+        f"signature {schedule.signature} ({schedule.stages} stages, "
+        f"{schedule.microbatches} microbatches{waits})"
+    )
 
 
 def gather_records(

@@ -20,7 +20,13 @@ from kareus_pp.plan import Plan, Settings
 from kareus_pp.profile import Profile, Source
 from kareus_pp.runtime.drift import DriftWatch
 from kareus_pp.runtime.events import EventLog
-from kareus_pp.runtime.gathering import Gathered, gather_records, gather_schedule
+from kareus_pp.runtime.gathering import (
+    Gathered,
+    described,
+    gather_records,
+    gather_schedule,
+    profile_misfit,
+)
 from kareus_pp.runtime.messages import APPLY, DOWN_KEY, PROFILE, STOPPED, Assignment, encode
 from kareus_pp.runtime.solver import BackgroundSolver
 from kareus_pp.runtime.store import Store
@@ -82,6 +88,7 @@ class Leader:
         self._step_s = 0.1
         self._read_step = 0
         self._drift: DriftWatch | None = None
+        self._profile_step = self._plan_step = 0
         self._stopped = False
         self._actions: Mapping[_State, Callable[[], None]] = {
             _State.OBSERVE: self._begin,
@@ -138,6 +145,10 @@ class Leader:
                 schedule.microbatches,
                 schedule.signature,
             )
+            if gathered.warning:
+                self._log.warning(
+                    "kareus-pp: %s; iterations may take longer than predicted", gathered.warning
+                )
             self._events.write(
                 "schedule", key=key, signature=schedule.signature, device=gathered.device
             )
@@ -149,6 +160,10 @@ class Leader:
             return
         self._key = next(iter(self._schedules))
         gathered = self._schedules[self._key]
+        misfit = ""
+        if self._profile is not None:
+            reason = profile_misfit(self._profile, gathered, self._fingerprint)
+            misfit = f"the profile {str(self._config.profile)!r} {reason}" if reason else ""
         if self._config.mode == "observe":
             self._state = _State.DONE
         elif self._given_plan is not None:
@@ -160,11 +175,14 @@ class Leader:
                 gathered.device,
             )
             self._state = _State.DONE
-        elif self._profile is not None and self._profile_fits(self._profile):
+        elif self._profile is not None and not misfit:
             self._request_plan(self._key)
         elif self._config.mode == "apply":
+            self._warn(misfit)
             self._state = _State.DONE
         else:
+            if misfit:
+                self._log.warning("kareus-pp: %s; profiling anew", misfit)
             self._begin_profile(gathered)
 
     def _apply_given(self, plan: Plan) -> None:
@@ -172,43 +190,17 @@ class Leader:
             if gathered.schedule.signature == plan.schedule.signature:
                 self._publish_plan(key, plan, "given")
                 return
+        here = self._schedules[self._key].schedule
         self._warn(
-            f"the plan {str(self._config.plan)!r} is for a schedule of signature "
-            f"{plan.schedule.signature} ({plan.schedule.stages} stages, "
-            f"{plan.schedule.microbatches} microbatches) and this job runs "
-            f"{self._schedules[self._key].schedule.signature} "
-            f"({self._schedules[self._key].schedule.stages} stages, "
-            f"{self._schedules[self._key].schedule.microbatches} microbatches)"
+            f"the plan {str(self._config.plan)!r} is for a schedule of "
+            f"{described(plan.schedule)} and this job runs {described(here)}"
         )
         self._state = _State.DONE
-
-    def _profile_fits(self, profile: Profile) -> bool:
-        gathered = self._schedules[self._key]
-        for name in sorted(profile.fingerprint.keys() & self._fingerprint.keys()):
-            if profile.fingerprint[name] != self._fingerprint[name]:
-                self._warn(
-                    f"the profile {str(self._config.profile)!r} was taken with {name} = "
-                    f"{profile.fingerprint[name]} and this job has {self._fingerprint[name]}"
-                )
-                return False
-        missing = [str(c) for c in gathered.schedule.classes if c not in profile.options]
-        if missing or profile.stages != gathered.schedule.stages:
-            self._warn(
-                f"the profile {str(self._config.profile)!r} does not cover this job: it has "
-                f"{profile.stages} stages and no options for {', '.join(missing[:4]) or 'some'}"
-            )
-            return False
-        if profile.device.source is not gathered.source:
-            self._warn(
-                f"the profile {str(self._config.profile)!r} has energies from "
-                f"{profile.device.source.value} and this job reads {gathered.source.value}"
-            )
-            return False
-        return True
 
     # Profiling.
 
     def _begin_profile(self, gathered: Gathered) -> None:
+        self._profile_step = self._step
         self._runs = Runs(
             schedule=gathered.schedule,
             runs=(),
@@ -339,6 +331,7 @@ class Leader:
         self._planned.add(key)
         assignment = self._publish(APPLY, key, name, plan.settings, plan.time_s, plan.energy_j)
         self._read_step = assignment.first_step + -assignment.first_step % assignment.report_every
+        self._plan_step = assignment.first_step
         self._drift = DriftWatch(plan.time_s)
         self._log.info(
             "kareus-pp: applying the plan %s from step %d: predicted %s s and %s J an iteration%s",
@@ -396,7 +389,7 @@ class Leader:
         for record in self._new_records():
             warning = self._drift.add(record.iter_time_s) if self._drift is not None else ""
             if warning:
-                self._stop(warning)
+                self._replan(warning)
                 return
         if self._profile is None:
             return
@@ -405,6 +398,22 @@ class Leader:
             if key not in self._planned and known:
                 self._request_plan(key)
                 return
+
+    def _replan(self, reason: str) -> None:
+        """The plan does not hold: profile and plan again where that pays, or stand down.
+
+        It pays where the plan held for longer than it took to find.
+        """
+        assert self._drift is not None
+        took = self._plan_step - self._profile_step
+        held = self._drift.held * self._assignments[-1].report_every
+        if self._config.mode != "auto" or self._given_plan is not None or held < took:
+            self._stop(reason)
+            return
+        self._log.warning("kareus-pp: %s any more; profiling and planning again", reason)
+        self._events.write("replan", reason=reason)
+        self._planned.clear()
+        self._begin_profile(self._schedules[self._key])
 
     def _stop(self, reason: str) -> None:
         """All ranks stand down at a named step."""

@@ -31,6 +31,7 @@ class Stream:
         device: Name of its device.
         source: Source of its energy readings.
         scope: Scope of its energy readings.
+        exchanges: Text forms of its exchanges with other stages, separated by spaces.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class Stream:
     device: str
     source: str
     scope: str
+    exchanges: str = ""
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,16 @@ class Session:
             except Exception as error:
                 self._fail(error)
 
+    def exchange(self, messages: str, blocking: bool = True) -> None:
+        """The stage hands over messages to other stages, and takes messages of theirs.
+
+        Args:
+            messages: `N`, `P`, `n` and `p` as in `kareus_pp.exchanges.Exchange`.
+            blocking: Whether it goes on only when all of them are through.
+        """
+        if self._tracker is not None:
+            self._tracker.exchange(messages, blocking)
+
     def step_end(self) -> None:
         """The training step has ended on the host."""
         tracker, self._tracker = self._tracker, None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kareus_pp.device.base import DEFAULT_CLOCK
+from kareus_pp.exchanges import Exchange
 from kareus_pp.runtime.messages import Assignment
 from kareus_pp.schedule import Instruction, Kind
 from kareus_pp.setting import Setting
@@ -71,6 +72,7 @@ class StepTracker:
         key: Number of microbatches and shape.
         row: What the stage follows in this step; None for default clocks.
         stream: `(kind, microbatch, chunk, communicates)` in execution order.
+        exchanges: Exchanges of messages with other stages, in order.
         begin_s: Device time of every instruction's begin.
         end_s: Device time of every instruction's end.
         clocks_mhz: Clock requested while each instruction ran.
@@ -84,6 +86,7 @@ class StepTracker:
         self.key = key
         self.row = row
         self.stream: list[tuple[Kind, int, int, bool]] = []
+        self.exchanges: list[Exchange] = []
         self.begin_s: list[float] = []
         self.end_s: list[float] = []
         self.clocks_mhz: list[int] = []
@@ -106,6 +109,10 @@ class StepTracker:
             self._words = ()
             return None
         return self.row.settings[position]
+
+    def exchange(self, messages: str, blocking: bool) -> None:
+        """Note an exchange of messages after the instructions up to now."""
+        self.exchanges.append(Exchange(len(self.stream), messages, blocking))
 
     def finish(self) -> None:
         """Note on the host that the step is over; fewer instructions than planned mismatch too."""

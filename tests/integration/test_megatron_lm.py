@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kareus_pp.builders import build_1f1b
+from kareus_pp.builders import build_1f1b, build_interleaved
 from kareus_pp.runtime.events import read_events
 from kareus_pp.schedule import Schedule
 from tests.integrations.test_megatron_order import megatron_020
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = str(ROOT / "tests" / "integration" / "megatron_lm_cpu.py")
 ARGUMENTS = shlex.split("""
-    --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16
+    --hidden-size 16 --num-attention-heads 2 --seq-length 16
     --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4
     --pipeline-model-parallel-size 2 --train-iters 6 --lr 0.001 --min-lr 0.0001
     --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 63
@@ -50,14 +50,26 @@ def test_help_lists_the_arguments() -> None:
     assert all(f"--kareus-{name} " in done.stdout for name in flags)
 
 
-def test_pretrain_gpt_records_its_schedule(tmp_path: Path) -> None:
+JOBS = {
+    "1f1b": ("--num-layers 2", build_1f1b(2, 4)),
+    "interleaved": (
+        "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
+        build_interleaved(2, 4, 2, p2p="overlapped"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_pretrain_gpt_records_its_schedule(tmp_path: Path, name: str) -> None:
+    layers, built = JOBS[name]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     script = ["--nproc-per-node", "2", LAUNCH, "pretrain_gpt.py"]
     output = ["--kareus-output", str(tmp_path)]
-    done = launch(megatron_020(), [*torchrun, *script, *ARGUMENTS, *output])
+    arguments = [*layers.split(), *ARGUMENTS, *output]
+    done = launch(megatron_020(), [*torchrun, *script, *arguments])
     assert done.returncode == 0, done.stderr[-3000:]
     recorded = Schedule.load(next(tmp_path.glob("schedule-*.json")))
-    assert recorded.signature == build_1f1b(2, 4).signature
+    assert recorded.signature == built.signature
     for rank in range(2):
         events = read_events(tmp_path / f"events-rank{rank}.jsonl")
         assert sum(event["event"] == "step" for event in events) == 6

@@ -167,6 +167,8 @@ def orders(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             models = build(**shape, **case.get("config", {}))
             if case.get("ddp"):
                 models = data_parallel(models)
+                # Real gathering needs the distributed optimizer; here the setting is enough.
+                models[0].ddp_config.overlap_param_gather = case.get("gather", False)
             if case.get("fused"):
                 stack.enter_context(fused_steps(models))
             plain = one_step(models, case["microbatches"])
@@ -178,6 +180,7 @@ def orders(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "topology": recorder.topology,
                 "recorded": recorder.stream(),
+                "exchanges": recorder.exchanges,
                 "communicating": [text for text in recorder.steps[0] if text.endswith("+comm")],
                 "calls": recorder.calls,
                 "fingerprint": recorder.fingerprint,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from kareus_pp.exchanges import Exchange
 from kareus_pp.schedule import Instruction, Kind
 
 
@@ -16,6 +17,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.steps: list[list[str]] = []
+        self.exchanges: list[str] = []
         self.topology: Any = None
         self.fingerprint: dict[str, str] = {}
         self._stage = 0
@@ -48,6 +50,7 @@ class Recorder:
     def step_begin(self, microbatches: int, shape: str = "") -> None:
         self.calls.append(f"step_begin {microbatches} {shape}".strip())
         self.steps.append([])
+        self.exchanges = []
 
     def instruction_begin(
         self, kind: Kind, microbatch: int, chunk: int = 0, communicates: bool = False
@@ -59,6 +62,9 @@ class Recorder:
     def instruction_end(self) -> None:
         assert self._open is not None
         self._open = None
+
+    def exchange(self, messages: str, blocking: bool = True) -> None:
+        self.exchanges.append(str(Exchange(len(self.steps[-1]), messages, blocking)))
 
     def step_end(self) -> None:
         assert self._open is None

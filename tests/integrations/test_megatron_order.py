@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kareus_pp.builders import build_schedule
+from kareus_pp.builders import build_1f1b, build_interleaved
+from kareus_pp.exchanges import Exchange, waits_of
 from kareus_pp.plan import Plan
 from kareus_pp.schedule import Instruction, Schedule, validate_schedule
 from kareus_pp.setting import Setting
@@ -25,6 +27,11 @@ CASES: dict[str, dict[str, Any]] = {
     "1f1b, fewer microbatches than stages": {"pp": 4, "microbatches": 2},
     "1f1b, two pipelines": {"pp": 2, "microbatches": 5},
     "interleaved": {"pp": 4, "chunks": 2, "microbatches": 8},
+    "interleaved, all in warm-up": {"pp": 4, "chunks": 2, "microbatches": 4},
+    "interleaved, uneven groups": {
+        **{"pp": 4, "chunks": 3, "microbatches": 14, "group": 5},
+        "config": {"microbatch_group_size_per_vp_stage": 5},
+    },
     "interleaved, overlapped sends": {
         **{"pp": 4, "chunks": 2, "microbatches": 8},
         "config": OVERLAPPED,
@@ -43,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
         **{"pp": 2, "chunks": 2, "microbatches": 4, "ddp": True},
         "config": OVERLAPPED,
     },
+    "overlapped parameter gathering": {"pp": 2, "microbatches": 3, "ddp": True, "gather": True},
     "fused": {
         **{"pp": 4, "chunks": 2, "microbatches": 8, "fused": True},
     },
@@ -121,7 +129,14 @@ def as_schedule(ranks: list[dict[str, Any]]) -> Schedule:
     copies = set(range(ranks[0]["topology"]["replicas"]))
     assert all(replicas == copies for replicas in seen.values())
     model_order = tuple((stage, chunk) for stage, chunk in ranks[0]["topology"]["model_order"])
-    return Schedule(tuple(rows[stage] for stage in sorted(rows)), model_order)
+    schedule = Schedule(tuple(rows[stage] for stage in sorted(rows)), model_order)
+    exchanges = {rank["topology"]["stage"]: rank["exchanges"] for rank in ranks}
+    return replace(
+        schedule,
+        waits=waits_of(
+            schedule, [list(map(Exchange.parse, exchanges[stage])) for stage in sorted(rows)]
+        ),
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -148,19 +163,40 @@ def test_a_checkout_of_the_newest_version(
     check(name, recorded_020[name])
 
 
-@pytest.mark.parametrize(
-    ("name", "built"),
-    [
-        ("1f1b", ("1f1b", 4, 8)),
-        ("1f1b, fewer microbatches than stages", ("1f1b", 4, 2)),
-        ("interleaved", ("interleaved", 4, 8, 2)),
-        ("interleaved, two pipelines", ("interleaved", 2, 6, 2)),
-    ],
-)
+BUILT: dict[str, Schedule] = {
+    "1f1b": build_1f1b(4, 8),
+    "1f1b, fewer microbatches than stages": build_1f1b(4, 2),
+    "interleaved": build_interleaved(4, 8, 2, p2p="blocking"),
+    "interleaved, all in warm-up": build_interleaved(4, 4, 2, p2p="blocking"),
+    "interleaved, uneven groups": build_interleaved(4, 14, 3, 5, p2p="blocking"),
+    "interleaved, overlapped sends": build_interleaved(4, 8, 2, p2p="overlapped"),
+    "interleaved, two pipelines": build_interleaved(2, 6, 2, p2p="overlapped"),
+    "interleaved, groups of 3": build_interleaved(2, 9, 2, 3, p2p="overlapped"),
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
 def test_a_recorded_schedule_has_the_signature_of_the_built_one(
-    recorded: dict[str, list[dict[str, Any]]], name: str, built: tuple[Any, ...]
+    recorded: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
-    assert as_schedule(recorded[name]).signature == build_schedule(*built).signature
+    found = as_schedule(recorded[name])
+    assert found.waits == BUILT[name].waits
+    assert found.signature == BUILT[name].signature
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILT)
+def test_the_oldest_supported_version_exchanges_alike(
+    recorded_oldest: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    assert as_schedule(recorded_oldest[name]).signature == BUILT[name].signature
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_checkout_of_the_newest_version_exchanges_alike(
+    recorded_020: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    assert as_schedule(recorded_020[name]).signature == BUILT[name].signature
 
 
 def test_the_last_backward_of_every_chunk_reduces_gradients(
@@ -172,6 +208,14 @@ def test_the_last_backward_of_every_chunk_reduces_gradients(
         stage = rank["topology"]["stage"]
         assert rank["communicating"] == [f"{stage}B3.1+comm", f"{stage}B3+comm"]
     assert not any(rank["communicating"] for rank in recorded["1f1b"])
+
+
+def test_the_first_forward_of_every_chunk_gathers_parameters(
+    recorded: dict[str, list[dict[str, Any]]],
+) -> None:
+    for rank in recorded["overlapped parameter gathering"]:
+        stage = rank["topology"]["stage"]
+        assert rank["communicating"] == [f"{stage}F0+comm", f"{stage}B2+comm"]
 
 
 def test_fused_pairs_are_classes_of_their_own(recorded: dict[str, list[dict[str, Any]]]) -> None:

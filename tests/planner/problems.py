@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -34,6 +35,11 @@ SCHEDULES = [
     small_schedule(2, 1, split=True),
     small_schedule(2, 2),
     small_schedule(3, 1),
+    # Stage 0 begins its second forward when stage 1 is through with the first.
+    replace(
+        small_schedule(2, 2),
+        waits=frozenset({(Instruction(1, Kind.FORWARD, 0), Instruction(0, Kind.FORWARD, 1))}),
+    ),
     Schedule(
         tuple(
             (

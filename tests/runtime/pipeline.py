@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kareus_pp.config import KareusConfig, parse_config
+from kareus_pp.exchanges import Exchange
 from kareus_pp.runtime.events import read_events
 from kareus_pp.runtime.session import Session
 from kareus_pp.runtime.store import LocalStore
@@ -33,12 +34,17 @@ def works_of(schedule: Schedule, forward_s: tuple[float, ...]) -> dict[Instructi
 
 @dataclass
 class Pipeline:
-    """Runs training steps of a schedule on all ranks at once."""
+    """Runs training steps of a schedule on all ranks at once.
+
+    The exchanges of every stage are told to its session; what they wait for is in the schedule.
+    """
 
     schedule: Schedule
     output: Path
     config: KareusConfig
     works: dict[InstructionClass, Work]
+    exchanges: Sequence[Sequence[Exchange]] = ()
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
     sessions: list[Session] = field(default_factory=list)
 
     def __enter__(self) -> Pipeline:
@@ -52,7 +58,15 @@ class Pipeline:
                 world_size=self.schedule.stages,
                 local_rank=stage,
             )
-            self.sessions.append(Session(self.config, topology, work=self.works, store=store))
+            self.sessions.append(
+                Session(
+                    self.config,
+                    topology,
+                    work=self.works,
+                    fingerprint=self.fingerprint,
+                    store=store,
+                )
+            )
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -72,7 +86,11 @@ class Pipeline:
         def rank(session: Session) -> None:
             try:
                 session.step_begin(schedule.microbatches)
-                for instruction in schedule.order[session.topology.stage]:
+                own = list(self.exchanges[session.topology.stage]) if self.exchanges else []
+                for position, instruction in enumerate(schedule.order[session.topology.stage]):
+                    while own and own[0].position == position:
+                        exchange = own.pop(0)
+                        session.exchange(exchange.messages, exchange.blocking)
                     for event in needs[instruction]:
                         assert event.wait(STEP_LIMIT_S)
                     session.instruction_begin(
@@ -80,6 +98,8 @@ class Pipeline:
                     )
                     session.instruction_end()
                     done[instruction].set()
+                for exchange in own:
+                    session.exchange(exchange.messages, exchange.blocking)
                 session.step_end()
             except BaseException as error:
                 errors.append(error)

@@ -1,0 +1,1 @@
+"""Small training scripts that the configs run."""
