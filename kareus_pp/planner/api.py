@@ -137,6 +137,24 @@ class Planner:
         )
         return self._as_plan(solution, format_target(target))
 
+    def switch_bound_j(self, deadline_s: float, time_limit_s: float = 10.0) -> float:
+        """Energy below which no plan within a deadline can be, clock switches counted.
+
+        Unlike `Plan.bound_j` it knows the price and the number of switches; it takes longer, and is
+        the same where they are free.
+
+        Args:
+            deadline_s: Deadline in seconds, overhead included.
+            time_limit_s: Seconds after which the best bound so far is returned.
+
+        Raises:
+            ConfigError: HiGHS is not installed.
+        """
+        deadline_s -= self.problem.overhead_s
+        if isinstance(self._engine, SwitchEngine):
+            return self._engine.switch_bound_j(deadline_s, time_limit_s)
+        return self._engine.bound_energy_j(max(deadline_s, self._engine.shortest_s))
+
     def sweep(self, points: int, longest_s: float, refine_s: float = 0.0) -> tuple[Plan, ...]:
         """Plans at evenly spaced deadlines from the shortest iteration on, in order of time.
 
