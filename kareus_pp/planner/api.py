@@ -13,6 +13,7 @@ from kareus_pp.evaluate import FREE_SWITCHES, evaluate
 from kareus_pp.plan import Frontier, Plan, Settings
 from kareus_pp.planner.engine import QUICK, Engine, Solution
 from kareus_pp.planner.grouping import make_engine
+from kareus_pp.planner.linear import usable_solver
 from kareus_pp.planner.options import PlannerOptions
 from kareus_pp.planner.problem import Problem, build_problem
 from kareus_pp.planner.smoothing import smooth
@@ -89,6 +90,7 @@ class Planner:
         self, schedule: Schedule, profile: Profile, options: PlannerOptions | None = None
     ) -> None:
         self.options = options or PlannerOptions()
+        self.options = replace(self.options, solver=usable_solver(self.options.solver))
         self.smoothed = smooth(profile, self.options.smoothing)
         # Options are chosen on the smoothed profile; figures are those of the profile given.
         smoothed = build_problem(schedule, self.smoothed.profile, self.options)
