@@ -19,16 +19,20 @@ from benchmarks.planner_data import data_folder
 from kareus_pp.planner.warmup import compile_loops
 
 
-def _sections(fast: bool, seconds: float | None) -> dict[str, Callable[[], dict[str, Any]]]:
+def _sections(
+    fast: bool, seconds: float | None, microbatches: list[int] | None
+) -> dict[str, Callable[[], dict[str, Any]]]:
     def limit(usual: float) -> float:
         return seconds if seconds is not None else usual
 
-    counts = (12, 24) if fast else (12, 24, 48, 96)
+    counts = tuple(microbatches or ((12, 24) if fast else (12, 24, 48, 96)))
     return {
         "gaps": lambda: planner_quality.gaps(limit(0.0 if fast else 10.0), counts),
         "held-out": planner_quality.held_out,
         "frontier": lambda: planner_quality.frontiers(
-            100, (12, 24) if fast else (12, 24, 96), (12,) if fast else (12, 24)
+            100,
+            tuple(microbatches or ((12, 24) if fast else (12, 24, 96))),
+            (12,) if fast else (12, 24),
         ),
         "scaling": lambda: planner_quality.scaling(
             ((8, 512),) if fast else ((8, 512), (16, 512), (64, 1024)), limit(8.0)
@@ -46,8 +50,11 @@ def main() -> None:
     parser.add_argument("--section", action="append", help="only this section; may be repeated")
     parser.add_argument("--fast", action="store_true", help="smaller versions of all sections")
     parser.add_argument("--seconds", type=float, help="time limit of a plan, instead of the usual")
+    parser.add_argument(
+        "--microbatches", type=int, action="append", help="only this many, in gaps and frontier"
+    )
     arguments = parser.parse_args()
-    sections = _sections(arguments.fast, arguments.seconds)
+    sections = _sections(arguments.fast, arguments.seconds, arguments.microbatches)
     wanted = arguments.section or list(sections)
     unknown = [name for name in wanted if name not in sections]
     if unknown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -53,7 +54,9 @@ def plan(
     time_limit: float = typer.Option(
         None, help="Seconds for each plan; default 20 for one plan, a quick one for a frontier."
     ),
-    solver: str = typer.Option("highs", help="Solver behind PuLP: highs or cbc."),
+    solver: str = typer.Option(
+        "highs", help="Solver behind PuLP: highs (cbc where highspy is missing) or cbc."
+    ),
     switch_delay: float = typer.Option(
         None, help="Delay of a clock switch in seconds; default: as the profile knows it, else 0."
     ),
@@ -107,7 +110,7 @@ def plan(
     if count == 1:
         plans: tuple[Plan, ...] = (planner.plan(chosen or Fastest()),)
     else:
-        plans = planner.sweep(count, planner.longest_useful_s, time_limit or 0.0)
+        plans = _distinct(planner.sweep(count, planner.longest_useful_s, time_limit or 0.0))
     single = planner.plan(chosen) if chosen is not None and count != 1 else None
     solve_s = time.perf_counter() - began
     if output is not None and count == 1:
@@ -115,12 +118,20 @@ def plan(
     elif output is not None:
         undominated(plans).save(output)
     report = _report(planner, plans, loaded, solve_s, compile_s)
+    report["points_asked"] = count
     if single is not None:
         report["chosen"] = _point(single)
     if as_json:
         typer.echo(json.dumps(report, indent=1))
     else:
         _show(report, chosen)
+
+
+def _distinct(plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
+    """Neighbouring deadlines may have the same plan: each plan once."""
+    first = plans[:1]
+    rest = (b for a, b in itertools.pairwise(plans) if a.settings != b.settings)
+    return (*first, *rest)
 
 
 def _target(
@@ -210,6 +221,10 @@ def _show(report: dict[str, Any], target: Target | None) -> None:
         f"longest useful {report['longest_useful_s']:.6g} s; solved in {report['solve_s']:.2f} s "
         f"by {report['method']}; energy from {report['source']}{kind}"
     )
+    if len(report["points"]) < report["points_asked"]:
+        console.print(
+            f"{report['points_asked']} points were asked for; {len(report['points'])} plans differ"
+        )
     wanted = getattr(target, "time_s", None)
     if wanted is not None and wanted < report["shortest_s"]:
         console.print(

@@ -13,6 +13,7 @@ from kareus_pp.evaluate import FREE_SWITCHES, evaluate
 from kareus_pp.plan import Frontier, Plan, Settings
 from kareus_pp.planner.engine import QUICK, Engine, Solution
 from kareus_pp.planner.grouping import make_engine
+from kareus_pp.planner.linear import usable_solver
 from kareus_pp.planner.options import PlannerOptions
 from kareus_pp.planner.problem import Problem, build_problem
 from kareus_pp.planner.smoothing import smooth
@@ -89,6 +90,7 @@ class Planner:
         self, schedule: Schedule, profile: Profile, options: PlannerOptions | None = None
     ) -> None:
         self.options = options or PlannerOptions()
+        self.options = replace(self.options, solver=usable_solver(self.options.solver))
         self.smoothed = smooth(profile, self.options.smoothing)
         # Options are chosen on the smoothed profile; figures are those of the profile given.
         smoothed = build_problem(schedule, self.smoothed.profile, self.options)
@@ -136,6 +138,24 @@ class Planner:
             self._engine, self._relaxation, target, limit, self.options.power_cap_w
         )
         return self._as_plan(solution, format_target(target))
+
+    def switch_bound_j(self, deadline_s: float, time_limit_s: float = 10.0) -> float:
+        """Energy below which no plan within a deadline can be, clock switches counted.
+
+        Unlike `Plan.bound_j` it knows the price and the number of switches; it takes longer, and is
+        the same where they are free.
+
+        Args:
+            deadline_s: Deadline in seconds, overhead included.
+            time_limit_s: Seconds after which the best bound so far is returned.
+
+        Raises:
+            ConfigError: HiGHS is not installed.
+        """
+        deadline_s -= self.problem.overhead_s
+        if isinstance(self._engine, SwitchEngine):
+            return self._engine.switch_bound_j(deadline_s, time_limit_s)
+        return self._engine.bound_energy_j(max(deadline_s, self._engine.shortest_s))
 
     def sweep(self, points: int, longest_s: float, refine_s: float = 0.0) -> tuple[Plan, ...]:
         """Plans at evenly spaced deadlines from the shortest iteration on, in order of time.

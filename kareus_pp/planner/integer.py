@@ -93,9 +93,13 @@ def solve_exactly(
             model.addConstraint(begin[i] - begin[p] - duration[p] >= lag)
         if graph.out_ptr[i] == graph.out_ptr[i + 1]:
             model.addConstraint(end - begin[i] - duration[i] >= 0)
+    # The solver's tolerances are absolute: in units of what the choice of one option may change.
+    spread = tables.cost[tables.ptr[:-1]] - tables.cost[tables.ptr[1:] - 1]
+    worth = cost_weight * float(spread[graph.cls].mean()) + time_weight / second
+    joule = 1.0 / (worth or 1.0)
     model.setObjective(
         pulp.LpAffineExpression(
-            [(x, cost_weight * c) for x, c in cost] + [(end, time_weight / second)]
+            [(x, cost_weight * c * joule) for x, c in cost] + [(end, time_weight / second * joule)]
         )
     )
     if limit is not None:

@@ -7,6 +7,7 @@ basis when the deadline or the costs change; CBC starts anew each time.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -231,6 +232,21 @@ def add_variable(
     if hasattr(model, "add_variable"):
         return model.add_variable(name, low, high, category)
     return pulp.LpVariable(name, low, high, category)
+
+
+@lru_cache
+def usable_solver(name: Solver) -> Solver:
+    """The solver of that name, or CBC, which comes with PuLP, where HiGHS is not installed.
+
+    Says so in the log, once in a process.
+    """
+    if name == "highs" and not pulp.HiGHS(msg=False).available():
+        logging.getLogger(__name__).warning(
+            "highspy is not installed: plans are made with CBC, which is slower; install highspy, "
+            "or set the planner's solver to 'cbc' to silence this"
+        )
+        return "cbc"
+    return name
 
 
 def make_solver(name: Solver, **limits: Any) -> Any:

@@ -15,58 +15,6 @@ from kareus_pp.planner.problem import FloatArray, IntArray
 
 
 @compiled
-def best_runs(value: FloatArray, price: FloatArray, most_runs: int) -> IntArray:
-    """Clocks of one stage that minimise value plus the price of every change (Viterbi).
-
-    Args:
-        value: Value of every instruction at every clock, shape `(instructions, clocks)`;
-            infinite where the instruction has no option at a clock.
-        price: Price of a change before every instruction, shape `(instructions,)`.
-        most_runs: Most runs of equal clock; 0 for no limit.
-
-    Returns:
-        Clock number of every instruction.
-    """
-    count, clocks = value.shape
-    layers = max(1, most_runs)
-    best = np.full((layers, clocks), np.inf)
-    came_clock = np.zeros((count, layers, clocks), np.int32)
-    came_layer = np.zeros((count, layers, clocks), np.int32)
-    best[0] = value[0]
-    for i in range(1, count):
-        new = np.full((layers, clocks), np.inf)
-        for layer in range(layers):
-            source = layer if most_runs == 0 else layer - 1
-            other, other_clock = np.inf, 0
-            if source >= 0:
-                for clock in range(clocks):
-                    if best[source, clock] < other:
-                        other, other_clock = best[source, clock], clock
-            for clock in range(clocks):
-                stay = best[layer, clock]
-                if other + price[i] < stay:
-                    new[layer, clock] = other + price[i] + value[i, clock]
-                    came_clock[i, layer, clock] = other_clock
-                    came_layer[i, layer, clock] = source
-                else:
-                    new[layer, clock] = stay + value[i, clock]
-                    came_clock[i, layer, clock] = clock
-                    came_layer[i, layer, clock] = layer
-        best = new
-    layer, clock, least = 0, 0, np.inf
-    for k in range(layers):
-        for c in range(clocks):
-            if best[k, c] < least:
-                layer, clock, least = k, c, best[k, c]
-    chosen = np.empty(count, np.int64)
-    for i in range(count - 1, -1, -1):
-        chosen[i] = clock
-        if i > 0:
-            layer, clock = came_layer[i, layer, clock], came_clock[i, layer, clock]
-    return chosen
-
-
-@compiled
 def switched_starts(
     lowest: int,
     start: FloatArray,
@@ -104,6 +52,66 @@ def switched_starts(
         if finish > end:
             end = finish
     return end
+
+
+@compiled
+def pushed_starts(
+    lowest: int,
+    stamp: int,
+    latest: float,
+    mark: IntArray,
+    start: FloatArray,
+    moved: IntArray,
+    moved_from: FloatArray,
+    tail: FloatArray,
+    choice: IntArray,
+    delay: float,
+    clock: IntArray,
+    time: FloatArray,
+    held: IntArray,
+    previous: IntArray,
+    in_ptr: IntArray,
+    in_node: IntArray,
+    in_lag: FloatArray,
+    out_ptr: IntArray,
+    out_node: IntArray,
+) -> tuple[int, bool]:
+    """Earliest starts after a change, in place; only what the change reaches is looked at.
+
+    Nodes marked `stamp` may have another start, those marked `stamp + 1` another duration as well.
+
+    Returns:
+        How many starts were moved (`moved`, with their values before in `moved_from`), and whether
+        the iteration can end by `latest`; where it cannot, the starts are only partly renewed.
+    """
+    count = 0
+    for node in range(lowest, len(start)):
+        if mark[node] < stamp:
+            continue
+        ready = 0.0
+        switches = held[node] >= 0 and clock[choice[node]] != clock[choice[held[node]]]
+        if switches and previous[node] < 0:
+            ready = delay
+        for k in range(in_ptr[node], in_ptr[node + 1]):
+            before = in_node[k]
+            at = start[before] + time[choice[before]] + in_lag[k]
+            if switches and before == previous[node]:
+                at += delay
+            if at > ready:
+                ready = at
+        if ready != start[node]:
+            moved[count] = node
+            moved_from[count] = start[node]
+            count += 1
+            start[node] = ready
+        elif mark[node] == stamp:
+            continue
+        if ready + time[choice[node]] + tail[node] > latest:
+            return count, False
+        for k in range(out_ptr[node], out_ptr[node + 1]):
+            if mark[out_node[k]] < stamp:
+                mark[out_node[k]] = stamp
+    return count, True
 
 
 @compiled
@@ -157,6 +165,10 @@ def anneal_runs(
     in_ptr: IntArray,
     in_node: IntArray,
     in_lag: FloatArray,
+    out_ptr: IntArray,
+    out_node: IntArray,
+    sinks: IntArray,
+    tail: FloatArray,
     cls: IntArray,
     ptr: IntArray,
     time: FloatArray,
@@ -189,6 +201,10 @@ def anneal_runs(
         in_ptr: The graph, as in `Graph`; so are the following up to `cls`.
         in_node: Predecessors.
         in_lag: Latencies from predecessors.
+        out_ptr: Positions of successors.
+        out_node: Successors.
+        sinks: Nodes without successors.
+        tail: Least time from the end of every node to the end of the iteration, in seconds.
         cls: Class of each node.
         ptr: Wide option tables, as in `Tables`; so are the following.
         time: Seconds.
@@ -206,7 +222,9 @@ def anneal_runs(
     clocks, variants = slot.shape[1], slot.shape[2]
     limit = deadline * (1 + 1e-12)
     start = np.zeros(size)
-    trial = np.zeros(size)
+    mark = np.zeros(size, np.int64)
+    moved = np.empty(size, np.int64)
+    moved_from = np.empty(size)
     end = switched_starts(
         0, start, choice, delay, clock, time, held, previous, in_ptr, in_node, in_lag
     )
@@ -297,50 +315,75 @@ def anneal_runs(
         if not possible or count == 0:
             continue
         before_switches = switches[stage]
+        stamp = 2 * proposal + 2
+        whole = last - first + 1 == high_row - low_row
         around = 0
-        for k in range(first, last + 2):
+        for k in range(first, last + 1 if whole else last + 2):
             member = row[k] if k < high_row else row[low_row]
-            if k == last + 1 and last - first + 1 == high_row - low_row:
-                break
             if clock[choice[member]] != clock[choice[held[member]]]:
                 around -= 1
         for k in range(count):
             choice[nodes[k]] = fresh[k]
-        for k in range(first, last + 2):
+        for k in range(first, last + 1 if whole else last + 2):
             member = row[k] if k < high_row else row[low_row]
-            if k == last + 1:
-                if last - first + 1 == high_row - low_row:
-                    break
-                if member < lowest:
-                    lowest = member
+            mark[member] = stamp
+            if member < lowest:
+                lowest = member
             if clock[choice[member]] != clock[choice[held[member]]]:
                 around += 1
+        for k in range(count):
+            mark[nodes[k]] = stamp + 1
         change += energy * around
         accept = not (0 <= most_switches < before_switches + around and around > 0)
-        new_end, new_short = end, short
-        if accept:
-            trial[:lowest] = start[:lowest]
-            new_end = switched_starts(
-                lowest, trial, choice, delay, clock, time, held, previous, in_ptr, in_node, in_lag
+        new_end, new_short, shifted = end, short, 0
+        # Metropolis' threshold first: it says how late the iteration may end.
+        allowed_change = -temperature * math.log(1.0 - np.random.random())
+        penalty = overrun_w * (max(0.0, end - limit) + short)
+        room = allowed_change - change + penalty
+        if accept and room >= 0.0:
+            shifted, accept = pushed_starts(
+                lowest,
+                stamp,
+                limit + room / overrun_w,
+                mark,
+                start,
+                moved,
+                moved_from,
+                tail,
+                choice,
+                delay,
+                clock,
+                time,
+                held,
+                previous,
+                in_ptr,
+                in_node,
+                in_lag,
+                out_ptr,
+                out_node,
             )
-            if dwell > 0.0:
-                new_short = dwell_shortfall(
-                    new_end, dwell, trial, choice, clock, row_ptr, row, held
-                )
-            change += overrun_w * (
-                max(0.0, new_end - limit) - max(0.0, end - limit) + new_short - short
-            )
-            accept = change <= 0.0 or np.random.random() < math.exp(-change / temperature)
+            if accept:
+                new_end = 0.0
+                for k in range(len(sinks)):
+                    new_end = max(new_end, start[sinks[k]] + time[choice[sinks[k]]])
+                if dwell > 0.0:
+                    new_short = dwell_shortfall(
+                        new_end, dwell, start, choice, clock, row_ptr, row, held
+                    )
+                accept = overrun_w * (max(0.0, new_end - limit) + new_short) <= room
+        else:
+            accept = False
         if not accept:
             for k in range(count):
                 choice[nodes[k]] = old[k]
+            for k in range(shifted):
+                start[moved[k]] = moved_from[k]
             continue
         for k in range(count):
             total += cost[choice[nodes[k]]] - cost[old[k]]
         total += energy * around
         switches[stage] += around
         end, short = new_end, new_short
-        start[lowest:] = trial[lowest:]
         better = end < best_end if sought else (end <= limit and total < best_cost - 1e-12)
         if better and short <= 1e-12:
             allowed = True

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from kareus_pp.errors import PlanError
-from kareus_pp.planner import switch_search
+from kareus_pp.planner import search, switch_runs, switch_search
 from kareus_pp.planner.engine import COLD, GOOD_GAP, QUICK, THOROUGH, Effort, Solution
 from kareus_pp.planner.grouping import make_engine
 from kareus_pp.planner.options import PlannerOptions
 from kareus_pp.planner.problem import FloatArray, IntArray, Problem
+from kareus_pp.planner.switch_bound import StageRows, SwitchBound
 
 # Deadlines of the relaxation, relative to the one asked for, from which clocks are taken: what
 # the switches will add is not known beforehand.
@@ -27,17 +27,14 @@ TIGHTER = (1.0, 0.995, 0.985, 0.97, 0.94)
 # Prices of a switch in units of the mean energy between neighbouring options, on top of the real.
 EXTRA_PRICES = (0.0, 1.0, 4.0, 16.0)
 NEVER = 1e15
-HOT = 1.0
-PROPOSAL_S = 4e-9  # for each instruction
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Stage rows without fixed instructions, as compiled functions take them."""
-
-    row_ptr: IntArray
-    row: IntArray
-    held: IntArray
+# Temperatures at the beginning, in the same units, in turn. To move a run past its neighbours costs
+# many such steps before it gains.
+HOT = (4.0, 10.0)
+# Price of lateness in units of the relaxation's price of time, in turn: a low one leads through
+# late plans, a high one back to the deadline.
+LATE = (2.0, 4.0)
+# What a proposal may take at most for each instruction, in seconds; to keep a time limit.
+PROPOSAL_S = 2.5e-9
 
 
 class SwitchEngine:
@@ -72,6 +69,23 @@ class SwitchEngine:
         """The gap of a solution to its bound, relative to the bound on total energy."""
         return self.free.gap(solution)
 
+    def switch_bound_j(self, deadline_s: float, time_limit_s: float) -> float:
+        """Energy below which no plan within a deadline can be, switches counted.
+
+        Args:
+            deadline_s: End of the iteration; not below the shortest that was found.
+            time_limit_s: Seconds after which the best bound so far is returned.
+        """
+        bound = SwitchBound(
+            self.problem,
+            self._rows,
+            self._slots[0],
+            self.options.max_switches,
+            self._shortest[1],
+            max(deadline_s, self.shortest_s),
+        ).solve(time_limit_s)
+        return bound + self.problem.static_w * self.problem.overhead_s
+
     @cached_property
     def shortest_s(self) -> float:
         """Shortest iteration found with the price and limits of switches."""
@@ -89,7 +103,7 @@ class SwitchEngine:
             if choice is None:
                 continue
             effort = max(1, min(100, 60_000 // graph.size))
-            _, end, found = self._annealed(choice, 0.0, effort, steep, HOT, 0)
+            _, end, found = self._annealed(choice, 0.0, effort, steep, self._step_j, 0)
             if np.isfinite(end) and (best is None or end < best[0]):
                 best = (end, found)
         if best is None:
@@ -105,38 +119,38 @@ class SwitchEngine:
         bound_cost = self.bound_cost_j(deadline_s)
         relaxed = self.free.bound(min(deadline_s, self.free.slowest_s))
         sources = np.diff(self.problem.graph.in_ptr) == 0
-        steep = 3.0 * float(relaxed.price_w[sources].sum()) + self.problem.static_w
-        steep += self._step_j / float(self.problem.slowest_s.mean() or 1.0)
-        starts = self._starts(deadline_s, steep, effort)
+        marginal = float(relaxed.price_w[sources].sum()) + self.problem.static_w
+        marginal += self._step_j / float(self.problem.slowest_s.mean() or 1.0)
+        starts = self._starts(deadline_s, LATE[1] * marginal, effort)
         best_cost, best = np.inf, self._shortest[1]
-        # A proposal takes about 4 nanoseconds for each instruction; do not overrun.
         sweep_s = PROPOSAL_S * self.problem.graph.size**2
         usual = effort.proposals * max(1, 3000 // self.problem.graph.size)
         most = int((effort.refine_s or 10.0) / (sweep_s * (len(starts) + 1)))
-        base = max(1, min(usual, most))
-        for number, choice in enumerate(starts):
+        proposals, idle = max(1, min(usual, most)), 0
+        for number in itertools.count():
+            turn, place = divmod(number, len(starts) + 1)
+            again = place == len(starts)
+            if turn:
+                left = effort.refine_s - (time.perf_counter() - began)
+                small = self.gap(self._solution(best, bound_cost)) < GOOD_GAP
+                if left <= 0 or idle > 3 * (len(starts) + 1) or small:
+                    break
+                proposals = max(1, min(proposals, int(left / sweep_s)))
+            elif again:
+                continue
             cost, _, found = self._annealed(
-                choice, deadline_s, base, steep, HOT * (1 + 2 * (number % 2)), number
-            )
-            if cost < best_cost:
-                best_cost, best = cost, found
-        proposals, idle = 2 * base, 0
-        for number in itertools.count(len(starts)):
-            left = effort.refine_s - (time.perf_counter() - began)
-            result = self._solution(best, bound_cost)
-            if left <= 0 or idle >= 6 or self.gap(result) < GOOD_GAP:
-                break
-            again = number % 2 == 0
-            choice = best if again else starts[number // 2 % len(starts)]
-            most = max(1, int(left / sweep_s))
-            cost, _, found = self._annealed(
-                choice, deadline_s, min(proposals, most), steep, 0.3 * HOT if again else HOT, number
+                best if again else starts[place],
+                deadline_s,
+                proposals,
+                LATE[number % 2] * marginal,
+                (1.0 if again else HOT[turn % 2]) * self._step_j,
+                number,
             )
             idle += 1
             if cost < best_cost:
                 idle = 0 if cost < best_cost * (1 - 1e-5) else idle
                 best_cost, best = cost, found
-            if idle == 3:
+            if again:
                 proposals *= 2
         return self._solution(best, bound_cost)
 
@@ -174,7 +188,7 @@ class SwitchEngine:
         return self.free.step_j
 
     @cached_property
-    def _rows(self) -> _Rows:
+    def _rows(self) -> StageRows:
         graph, tables = self.problem.graph, self.problem.tables
         movable = tables.wide_clock[tables.wide_ptr[:-1]][graph.cls] >= 0
         rows: list[int] = []
@@ -193,7 +207,7 @@ class SwitchEngine:
             rows += nodes
             ptr.append(len(rows))
         row = np.array(rows, np.int64)
-        return _Rows(np.array(ptr, np.int64), row, held)
+        return StageRows(np.array(ptr, np.int64), row, held)
 
     @cached_property
     def _slots(self) -> tuple[IntArray, IntArray]:
@@ -209,6 +223,17 @@ class SwitchEngine:
         for (cls, clock), positions in lists.items():
             slot[cls, clock, : len(positions)] = positions
         return slot, slot_clock.astype(np.int64)
+
+    @cached_property
+    def _sinks(self) -> IntArray:
+        return np.flatnonzero(np.diff(self.problem.graph.out_ptr) == 0)
+
+    @cached_property
+    def _tail_s(self) -> FloatArray:
+        """Least time from the end of every node to the end of the iteration."""
+        tables, graph = self.problem.tables, self.problem.graph
+        fastest = np.minimum.reduceat(tables.wide_time, tables.wide_ptr[:-1])[graph.cls]
+        return -(search.latest_starts(*graph.outgoing, fastest, 0.0) + fastest)
 
     def _cost_j(self, choice: IntArray) -> float:
         clock, held = self.problem.tables.wide_clock[choice], self._rows.held
@@ -268,7 +293,7 @@ class SwitchEngine:
             variant = values.argmin(axis=2)
             values = values.min(axis=2)
             price = extra_j + problem.switch.energy_j + problem.switch.delay_s * edge_price_w[nodes]
-            clocks = switch_search.best_runs(values, price, most_runs)
+            clocks = switch_runs.best_runs(values, price, most_runs)
             at = np.arange(len(nodes))
             if not np.isfinite(values[at, clocks]).all():
                 return None
@@ -281,7 +306,7 @@ class SwitchEngine:
         deadline_s: float,
         proposals: int,
         steep_w: float,
-        hot: float,
+        hot_j: float,
         seed: int,
     ) -> tuple[float, float, IntArray]:
         graph, tables, rows = self.problem.graph, self.problem.tables, self._rows
@@ -294,7 +319,7 @@ class SwitchEngine:
             -1 if self.options.max_switches is None else self.options.max_switches,
             self.options.min_dwell_s,
             steep_w,
-            hot * self._step_j,
+            hot_j,
             COLD * self._step_j,
             proposals * graph.size,
             self.options.seed + 7919 * seed,
@@ -308,6 +333,10 @@ class SwitchEngine:
             graph.in_ptr,
             graph.in_node,
             graph.in_lag,
+            graph.out_ptr,
+            graph.out_node,
+            self._sinks,
+            self._tail_s,
             graph.cls,
             tables.wide_ptr,
             tables.wide_time,

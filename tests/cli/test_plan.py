@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -174,16 +177,46 @@ def test_repeated_lines_are_repeated_measurements(tmp_path: Path) -> None:
     assert [(o.time_s, o.energy_j) for o in options] == [(1.5, 6.0)]
 
 
-def test_standard_output_of_a_fresh_process_is_json_alone(table: Path) -> None:
-    import subprocess
-    import sys
-
-    program = (
-        "import sys; from kareus_pp.cli.main import app; "
-        f"sys.argv = ['kareus-pp', 'plan', {str(table)!r}, '--blocking-power', '60', "
-        "'--points', '2', '--json']; app()"
-    )
+def fresh_process(table: Path, *arguments: str, first: str = "pass") -> tuple[dict[str, Any], str]:
+    """The JSON that `plan` prints in a process of its own, and what it says besides."""
+    line = ["kareus-pp", "plan", str(table), "--blocking-power", "60", "--json", *arguments]
+    program = f"import sys; {first}; from kareus_pp.cli.main import app; sys.argv = {line!r}; app()"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert len(json.loads(done.stdout)["points"]) == 2
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report, done.stderr
+
+
+def test_standard_output_of_a_fresh_process_is_json_alone(table: Path) -> None:
+    report, _ = fresh_process(table, "--points", "2")
+    assert len(report["points"]) == 2
+    assert "HiGHS" in report["method"]
+
+
+def test_cbc_plans_where_highspy_is_missing_and_one_line_says_so(table: Path) -> None:
+    usual, _ = fresh_process(table, "--slowdown", "5")
+    report, said = fresh_process(table, "--slowdown", "5", first="sys.modules['highspy'] = None")
+    assert "CBC" in report["method"]
+    assert [line for line in said.splitlines() if "highspy is not installed" in line] == [
+        "highspy is not installed: plans are made with CBC, which is slower; install highspy, or "
+        "set the planner's solver to 'cbc' to silence this"
+    ]
+    energies = [r["points"][0]["energy_j"] for r in (usual, report)]
+    assert energies[1] == pytest.approx(energies[0], rel=0.01)
+    _, said = fresh_process(
+        table, "--slowdown", "5", "--solver", "cbc", first="sys.modules['highspy'] = None"
+    )
+    assert "highspy" not in said
+
+
+def test_each_plan_is_listed_once(tmp_path: Path) -> None:
+    path = tmp_path / "one.csv"
+    path.write_text(
+        "stage,instruction,frequency,time,energy\n"
+        "0,forward,1000,1,100\n0,backward,1000,2,200\n0,backward,900,2.5,150\n",
+        encoding="utf-8",
+    )
+    arguments = ("plan", path, "--microbatches", "1", "--blocking-power", "10", "--points", "5")
+    assert len(json.loads(run(*arguments, "--json"))["points"]) == 2
+    assert "5 points were asked for; 2 plans differ" in run(*arguments)

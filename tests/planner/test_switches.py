@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from kareus_pp.errors import ConfigError, PlanError, ProfileError
 from kareus_pp.evaluate import SwitchPrice, evaluate
 from kareus_pp.plan import count_switches
 from kareus_pp.planner import Planner, PlannerOptions, plan
+from kareus_pp.planner.switch_runs import best_cycle
 from kareus_pp.profile import DeviceFacts, Option, Profile
 from kareus_pp.schedule import InstructionClass, Kind, Schedule
 from kareus_pp.setting import Setting
@@ -50,12 +52,53 @@ def test_priced_plans_meet_the_deadline_near_the_optimum(
     options = PlannerOptions(
         switch_delay_s=price.delay_s, switch_energy_j=price.energy_j, time_limit_s=0.3
     )
-    result = plan(schedule, profile, Deadline(deadline), options)
+    planner = Planner(schedule, profile, options)
+    result = planner.plan(Deadline(deadline))
     found = evaluate(schedule, result.settings, profile, price)
+    late = max(deadline, found.time_s)
+    optimum = min(p[1] for p in points if p[0] <= late * (1 + 1e-9))
+    assert planner.switch_bound_j(late) <= optimum + 1e-6 * (1 + abs(optimum))
     assert (result.time_s, result.energy_j) == (found.time_s, found.energy_j)
     assert (result.bound_j or 0.0) <= found.energy_j + 1e-6
     # The shortest iteration with delays is sought, not proven: allow one percent.
     assert found.time_s <= max(deadline, 1.01 * shortest) * (1 + 1e-9)
+
+
+def test_the_bound_with_switches_is_above_the_linear_one_and_below_the_plan() -> None:
+    schedule, profile = build_1f1b(4, 6), gpu(4)
+    for limits in ({"switch_delay_s": 0.02}, {"max_switches": 2}, {"switch_energy_j": 1.0}):
+        planner = Planner(schedule, profile, PlannerOptions(time_limit_s=0.5, **limits))
+        result = planner.plan(Slowdown(5.0))
+        assert result.energy_j is not None
+        assert result.bound_j is not None
+        bound = planner.switch_bound_j(1.05 * planner.shortest_s)
+        assert result.bound_j * 1.002 < bound <= result.energy_j < 1.05 * bound
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 4).flatmap(
+        lambda count: st.lists(
+            st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=count, max_size=count
+        )
+    ),
+    st.lists(st.integers(0, 5), min_size=4, max_size=4),
+    st.integers(-1, 4),
+)
+def test_the_best_clocks_of_a_stage_are_those_of_brute_force(
+    values: list[list[int]], prices: list[int], most: int
+) -> None:
+    def cost(clocks: tuple[int, ...]) -> float:
+        changed = [c != b for c, b in zip(clocks, clocks[-1:] + clocks[:-1], strict=True)]
+        if 0 <= most < sum(changed):
+            return math.inf
+        spent = sum(row[c] for row, c in zip(values, clocks, strict=True))
+        return float(spent + sum(p for p, new in zip(prices, changed, strict=False) if new))
+
+    value, price = np.array(values, float), np.array(prices[: len(values)], float)
+    found, clocks = best_cycle(value, price, most)
+    best = min(cost(c) for c in itertools.product(range(3), repeat=len(values)))
+    assert found == best == cost(tuple(clocks.tolist()))
 
 
 def test_delays_hide_in_waits_and_count_elsewhere() -> None:
