@@ -265,8 +265,10 @@ def test_a_plan_that_held_and_holds_no_longer_is_made_again(
     ):
         pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions))
         found = Plan.load(next(tmp_path.glob("plan-*.json")))
-        for _ in range(80):
-            pipeline.step()
+        lead = pipeline.sessions[0]._coordinator._leader
+        assert lead is not None
+        took = lead._plan_step - lead._profile_step
+        pipeline.steps_until(lambda: lead._drift is not None and lead._drift.held >= took, 500)
         slow_down(pipeline, 1.4)
         pipeline.steps_until(lambda: "planning again" in caplog.text)
         pipeline.steps_until(lambda: all(s.phase == "profile" for s in pipeline.sessions))
