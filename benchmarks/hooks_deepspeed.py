@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.hooks import Row, added_us
+from examples.demo import free_port, remove_shared_memory
 from kareus_pp.plan import Plan
 from kareus_pp.runtime.session import Session
 from kareus_pp.schedule import Instruction, Kind, Schedule
@@ -26,12 +26,11 @@ def measure() -> Iterator[Row]:
     from deepspeed.runtime.pipe import schedule
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    os.environ.update(place, MASTER_ADDR="localhost", MASTER_PORT=port)
+    os.environ.update(place, MASTER_ADDR="localhost", MASTER_PORT=str(port))
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    remove_shared_memory(port)
     kinds = [("1f1b", schedule.TrainSchedule, deepspeed.PipelineModule)]
     if hasattr(schedule, "DualPipeVSchedule"):
         kinds.append(("dualpipev", schedule.DualPipeVSchedule, deepspeed.DualPipeVModule))

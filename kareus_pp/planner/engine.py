@@ -19,9 +19,14 @@ from kareus_pp.planner.problem import FloatArray, Graph, IntArray, Problem
 TILTS = (0.0, 0.05, -0.05, 0.1, -0.1)
 # Preferences for longer options in the sweeps that round the relaxation.
 KEENNESS = (1.0, 0.97, 0.9)
+# The same in waves, drawn at random while time is left: amplitude, radians over half the iteration.
+WAVE_HEIGHT = (0.03, 0.3)
+WAVE_NUMBER = (1.0, 30.0)
 # Temperatures in units of the mean energy between neighbouring options.
 HOT, COLD = 0.13, 0.004
 GOOD_GAP = 1e-4
+# Refining: one turn in so many starts from the best plan, and so many without gain end it.
+WAVES, MOST_IDLE = 4, 40
 # What a proposal of each sort may take at most, in seconds; to keep a time limit.
 PROPOSAL_S = 3e-6
 
@@ -79,10 +84,15 @@ class Engine:
         self.options = options
         self._bounds: dict[float, LinearSolution] = {}
 
+    @property
+    def relaxed_problem(self) -> Problem:
+        """The problem whose relaxation is solved."""
+        return self.problem
+
     @cached_property
     def program(self) -> LinearProgram:
         """The linear program."""
-        return LinearProgram(self.problem, self.options.solver)
+        return LinearProgram(self.relaxed_problem, self.options.solver)
 
     def length_s(self, duration_s: FloatArray) -> float:
         """Length of the longest path."""
@@ -170,12 +180,10 @@ class Engine:
             proposals = max(5, min(proposals, most))
         bound = self.bound(deadline_s)
         best: IntArray | None = None
-        starts = []
         for tilt in TILTS[: effort.tilts]:
             if best is not None and time.perf_counter() - began > limit:
                 break
-            rounded = self._rounded(self._tilted(deadline_s, tilt), deadline_s)
-            starts.append(rounded)
+            rounded = self._rounded(self._varied(deadline_s, tilt * self._place), deadline_s)
             choice = self._annealed(*rounded, deadline_s, proposals, HOT, 0)
             if best is None or self.cost_j(choice) < self.cost_j(best):
                 best = choice
@@ -184,15 +192,21 @@ class Engine:
         assert best is not None
         left = effort.refine_s - (time.perf_counter() - began)
         if left > 0:
-            best = self._refined(best, starts, bound, deadline_s, left)
+            best = self._refined(best, bound, deadline_s, left)
         return self.solution(best, bound.cost_j)
 
-    def _tilted(self, deadline_s: float, tilt: float) -> LinearSolution:
-        if tilt == 0.0:
+    @cached_property
+    def _place(self) -> FloatArray:
+        """When each relaxed node can start at the earliest, from -1 to 1 over the iteration."""
+        problem = self.relaxed_problem
+        earliest = search.earliest_starts(*problem.graph.incoming, problem.fastest_s)
+        return 2 * earliest / (earliest.max() or 1.0) - 1
+
+    def _varied(self, deadline_s: float, change: FloatArray) -> LinearSolution:
+        """The relaxation with the slope of every relaxed node changed by so much, relatively."""
+        if not change.any():
             return self.bound(deadline_s)
-        earliest = search.earliest_starts(*self.problem.graph.incoming, self.problem.fastest_s)
-        place = 2 * earliest / (earliest.max() or 1.0) - 1
-        slope = self.program.slope * (1 + tilt * place[self.program.owner])
+        slope = self.program.slope * (1 + change[self.program.owner])
         return self.program.solve(deadline_s, 0.0, slope)
 
     def _slack_s(self, deadline_s: float) -> float:
@@ -268,30 +282,35 @@ class Engine:
         return choice if self.cost_j(choice) < self.cost_j(best) else best
 
     def _refined(
-        self,
-        best: IntArray,
-        starts: list[tuple[FloatArray, IntArray]],
-        bound: LinearSolution,
-        deadline_s: float,
-        seconds: float,
+        self, best: IntArray, bound: LinearSolution, deadline_s: float, seconds: float
     ) -> IntArray:
-        """Go on until time is up, the gap is small or nothing is gained any more."""
-        end = time.perf_counter() + seconds
+        """Go on until time is up, the gap is small or nothing is gained any more.
+
+        Annealing from other roundings, which other slopes of the relaxation give, finds what
+        annealing from the best plan cannot reach; the two take turns.
+        """
+        began = time.perf_counter()
+        random = np.random.default_rng(self.options.seed)
         graph, tables = self.problem.graph, self.problem.tables
-        proposals, idle = 400, 0
+        proposals, idle, wave_s = 400, 0, 0.0
         for number in itertools.count(1):
-            left = end - time.perf_counter()
+            left = began + seconds - time.perf_counter()
             small = self.gap(self.solution(best, bound.cost_j)) < GOOD_GAP
-            if left <= 0 or small or idle > 2 * (len(starts) + 1):
+            if left <= 0 or small or idle > MOST_IDLE:
                 break
-            if number % (len(starts) + 1) == 0:
+            if number % WAVES == 0 or left < 2 * wave_s:
                 begin = search.earliest_starts(*graph.incoming, tables.time[best])
-                state, hot = (begin, best), 0.06
+                state, hot, wanted = (begin, best), 0.06, proposals
                 proposals *= 2
             else:
-                state, hot = starts[number % (len(starts) + 1) - 1], HOT * (1 + number % 2)
+                height, waves = random.uniform(*WAVE_HEIGHT), random.uniform(*WAVE_NUMBER)
+                wave = np.sin(waves * self._place + random.uniform(0, 2 * np.pi))
+                began_wave = time.perf_counter()
+                state = self._rounded(self._varied(deadline_s, height * wave), deadline_s)
+                wave_s = max(wave_s, time.perf_counter() - began_wave)
+                hot, wanted = HOT, THOROUGH.proposals
             most = max(50, int(left / (graph.size * PROPOSAL_S)))
-            found = self._annealed(*state, deadline_s, min(proposals, most), hot, number)
+            found = self._annealed(*state, deadline_s, min(wanted, most), hot, number)
             idle += 1
             if self.cost_j(found) < self.cost_j(best):
                 gained = self.cost_j(best) - self.cost_j(found)

@@ -18,7 +18,7 @@ import numpy as np
 
 from kareus_pp.planner import search
 from kareus_pp.planner.engine import Engine
-from kareus_pp.planner.linear import LinearProgram, LinearSolution
+from kareus_pp.planner.linear import LinearSolution
 from kareus_pp.planner.options import PlannerOptions
 from kareus_pp.planner.problem import FloatArray, Graph, IntArray, Problem, Tables, grouped
 
@@ -158,10 +158,10 @@ class LargeEngine(Engine):
         stages = self.problem.schedule.stages
         return reduce(self.problem, max(2500, 2 * stages * stages))
 
-    @cached_property
-    def program(self) -> LinearProgram:
-        """The linear program of the reduced problem."""
-        return LinearProgram(self.reduction.problem, self.options.solver)
+    @property
+    def relaxed_problem(self) -> Problem:
+        """The reduced problem."""
+        return self.reduction.problem
 
     def bound(self, deadline_s: float) -> LinearSolution:
         """The relaxation at a deadline; its cost is the bound by weak duality."""
@@ -212,14 +212,10 @@ class LargeEngine(Engine):
         lags = float(flow @ self.program.row_lag_s)
         return least + lags - total * deadline_s
 
-    def _tilted(self, deadline_s: float, tilt: float) -> LinearSolution:
+    def _varied(self, deadline_s: float, change: FloatArray) -> LinearSolution:
         """Durations of the full graph that meet the deadline, near the relaxation's."""
         reduced = self.reduction.problem
-        slope = self.program.slope
-        if tilt:
-            earliest = search.earliest_starts(*reduced.graph.incoming, reduced.fastest_s)
-            place = 2 * earliest / (earliest.max() or 1.0) - 1
-            slope = slope * (1 + tilt * place[self.program.owner])
+        slope = self.program.slope * (1 + change[self.program.owner])
         least = float(
             (
                 search.earliest_starts(*reduced.graph.incoming, reduced.fastest_s)

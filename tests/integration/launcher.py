@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from examples.demo import free_port, remove_shared_memory
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 JOBS = Path(__file__).resolve().parent / "jobs"
@@ -19,20 +20,24 @@ def deepspeed(
     *arguments: str, folder: Path, ranks: int = 2, python: str = sys.executable
 ) -> subprocess.CompletedProcess[str]:
     """Run `deepspeed ARGUMENTS` with `ranks` processes in `folder`."""
+    port = free_port()
     command = [python, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
-    command += ["--master_port", str(free_port()), *arguments]
+    command += ["--master_port", str(port), *arguments]
     # Older releases count the CPUs with numactl, unless they are told.
-    return run(command, folder, LOCAL_SIZE=str(ranks))
+    return run(command, folder, port, LOCAL_SIZE=str(ranks))
 
 
 def alone(script: str, *arguments: str, folder: Path, python: str = sys.executable) -> Any:
     """Run a job script of one rank without a launcher; its last line of output is JSON."""
-    done = run([python, str(JOBS / script), *arguments], folder, MASTER_PORT=str(free_port()))
+    port = free_port()
+    done = run([python, str(JOBS / script), *arguments], folder, port, MASTER_PORT=str(port))
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], folder: Path, port: int, **more: str
+) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **more}
     environment["PYTHONPATH"] = str(ROOT)
     process = subprocess.Popen(
@@ -51,13 +56,9 @@ def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedPr
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         raise
+    finally:
+        remove_shared_memory(port)
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
 
 
 def ours(done: subprocess.CompletedProcess[str]) -> list[str]:

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from examples.demo import remove_shared_memory
+
 TIMEOUT_S = 120.0
 
 
@@ -88,6 +90,8 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
+        if self._store is not None:
+            remove_shared_memory(self._store.port)
         self._processes, self._pipes, self._store = [], [], None
 
 
