@@ -71,6 +71,7 @@ def _violation_and_regret(
 
 # Extra energy of plans with at most so many runs of equal clock per stage (GPT-3 on A100, 12
 # microbatches), lower bound to found, percent, by the prototype that the planner was designed from.
+# So many runs are one switch fewer within the iteration, and perhaps one at its start.
 PROTOTYPE_RUNS = {
     (1.02, 4): (2.2, 4.1),
     (1.02, 8): (0.3, 1.1),
@@ -108,7 +109,7 @@ def switches(seconds: float) -> dict[str, Any]:
                 row["extra_energy_bound"] = _bound_over(planner, plan, free)
             if (factor, most) in PROTOTYPE_RUNS:
                 low, high = PROTOTYPE_RUNS[factor, most or 0]
-                row["prototype_bound_to_found_%"] = f"{low} to {high}"
+                row["prototype_so_many_runs_%"] = f"{low} to {high}"
             curve.append(row)
     # Times in the data are a tenth of the real ones: 10 ms real are 1 ms here.
     delays = [

@@ -5,9 +5,9 @@ time; *local*, the same on each side of jumps of the time (a GPU that throttles,
 changes), which are looked for in all classes of a kind together; *exponential*, the fit of energy
 by `a exp(b t) + c` that lowtime uses (times are left as they are). `auto` smooths only what is
 declared to be noisy (options with standard deviations above half a percent, measured, at eight
-clocks or more) and chooses by the residual of the physical fit over the whole profile: where it is
-no larger than the noise explains the fit holds, else the curves have features that it lacks, and
-nothing is smoothed. Large noise hides such features from the residual; then *local* looks for them.
+clocks or more) and chooses by the residual of the fit over the whole profile. Without jumps the
+physical fit holds where the noise explains its residual. With jumps *local* is used where it errs
+less than the readings do, in time and in energy. Else nothing is smoothed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from kareus_pp.setting import OverlapSetting
 
 FEWEST = 8
 NOISY = 0.005
-# What the physical form misses on either side of a jump is about this much.
-LOCAL_ERROR = 0.02
 _WINDOW = 3
 _LEAST_JUMP = 0.015
 
@@ -64,7 +62,7 @@ def smooth(profile: Profile, method: Smoothing) -> Smoothed:
     groups = list(_groups(profile))
     noises = [g.noise for g in groups if g.noise is not None]
     noise = float(np.mean(noises)) if noises else None
-    chosen = _choose(groups, noise) if method == "auto" else method
+    chosen = _choose(profile, groups, noise) if method == "auto" else method
     if chosen == "none" or not groups:
         return Smoothed(profile, {}, 0.0, noise)
     jumps = _jumps(groups, noise or 0.0) if chosen == "local" else {}
@@ -106,6 +104,7 @@ class _Group:
     cost: FloatArray
     watts: float
     noise: float | None
+    energy_noise: float
 
 
 def _groups(profile: Profile) -> Iterator[_Group]:
@@ -122,6 +121,10 @@ def _groups(profile: Profile) -> Iterator[_Group]:
                 continue
             numbers.sort(key=lambda n: own[n].setting.clock_mhz or 0)
             time = np.array([own[n].time_s for n in numbers])
+            noise = declared_noise(tuple(own[n] for n in numbers))
+            energy_noises = [
+                (own[n].energy_sd_j or 0.0) / own[n].energy_j for n in numbers if own[n].energy_sd_j
+            ]
             yield _Group(
                 cls,
                 numbers,
@@ -129,7 +132,8 @@ def _groups(profile: Profile) -> Iterator[_Group]:
                 time,
                 np.array([own[n].energy_j for n in numbers]) - watts * time,
                 watts,
-                declared_noise(tuple(own[n] for n in numbers)),
+                noise,
+                float(np.mean(energy_noises)) if energy_noises else noise or 0.0,
             )
 
 
@@ -143,17 +147,28 @@ def declared_noise(options: tuple[Option, ...]) -> float | None:
     return float(np.mean(known)) if len(known) == len(options) and known else None
 
 
-def _choose(groups: list[_Group], noise: float | None) -> Smoothing:
+def _choose(profile: Profile, groups: list[_Group], noise: float | None) -> Smoothing:
     if noise is None or noise < NOISY or any(g.noise is None for g in groups):
         return "none"
-    if noise >= LOCAL_ERROR:
-        return "local"  # the physical form wherever no jump stands out of the noise
-    off = np.concatenate([physical(g.clock, g.time, g.cost)[0] / g.time - 1 for g in groups])
-    residual = float(np.sqrt(np.mean(off**2)))
-    # The spread of a root mean square of n readings is about 1 / sqrt(2 n): allow two of it, and
-    # as much misfit as is not worth smoothing away.
-    explained = float(np.hypot(noise, NOISY) * (1 + 2 / np.sqrt(2 * len(off))))
-    return "physical" if residual <= explained else "none"
+    if not any(len(jumps) for jumps in _jumps(groups, noise).values()):
+        off = np.concatenate([physical(g.clock, g.time, g.cost)[0] / g.time - 1 for g in groups])
+        residual = float(np.sqrt(np.mean(off**2)))
+        # The spread of a root mean square of n readings is about 1 / sqrt(2 n): allow two of it,
+        # and as much misfit as is not worth smoothing away.
+        explained = float(np.hypot(noise, NOISY) * (1 + 2 / np.sqrt(2 * len(off))))
+        return "physical" if residual <= explained else "none"
+    # Split at its jumps, the fit errs by what noise does not explain of its residuals: worth it
+    # where that is less than the noise itself, in time and in energy.
+    split = smooth(profile, "local").profile
+    time, energy = [], []
+    for cls in {g.cls for g in groups}:
+        for seen, found in zip(profile.options[cls], split.options[cls], strict=True):
+            if found is not seen:
+                time.append(found.time_s / seen.time_s - 1)
+                energy.append(found.energy_j / seen.energy_j - 1)
+    off_time, off_energy = (float(np.mean(np.square(part))) for part in (time, energy))
+    blurred = float(np.mean([g.energy_noise for g in groups]))
+    return "local" if off_time < 2 * noise**2 and off_energy < 2 * blurred**2 else "none"
 
 
 def _jumps(groups: list[_Group], noise: float) -> dict[Kind, IntArray]:

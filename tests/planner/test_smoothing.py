@@ -15,14 +15,14 @@ from kareus_pp.setting import Setting
 from kareus_pp.target import Slowdown
 
 
-def curve(jump: float = 0.0) -> Profile:
+def curve(jump: float = 0.0, knee: float = 1350.0) -> Profile:
     """Two stages at 25 clocks with a knee, and a rise of time at 1100 MHz on request."""
     options = {}
     for stage in range(2):
         for kind, work in ((Kind.FORWARD, 1.0), (Kind.BACKWARD, 2.0)):
             own = []
             for clock in range(800, 1550, 30):
-                time = work * (0.02 + 80.0 / min(clock, 1350))
+                time = work * (0.02 + 80.0 / min(clock, knee))
                 time *= 1 + jump * (clock >= 1100)
                 own.append(Option(Setting(clock), time, work * (10 + 20 * (clock / 1000) ** 3)))
             options[InstructionClass(stage, kind)] = tuple(own)
@@ -70,13 +70,32 @@ def test_smoothing_brings_noisy_readings_nearer_to_the_truth(noise: float) -> No
     assert {o.origin for o in some} == {Origin.PREDICTED}
 
 
-def test_what_the_physical_form_cannot_follow_is_left_alone_or_split() -> None:
-    truth = curve(jump=0.15)
-    slightly, much = noisy(truth, 0.01), noisy(truth, 0.03)
-    assert smooth(slightly, "auto").name == "none"
-    split = smooth(much, "auto")
+@pytest.mark.parametrize("noise", [0.01, 0.03])
+def test_what_the_physical_form_cannot_follow_is_split(noise: float) -> None:
+    truth = curve(jump=0.15, knee=2000.0)
+    seen = noisy(truth, noise)
+    split = smooth(seen, "auto")
     assert split.name == "local"
-    assert error(split.profile, truth) < error(smooth(much, "physical").profile, truth)
+    assert error(split.profile, truth) < error(seen, truth)
+    assert error(split.profile, truth) < error(smooth(seen, "physical").profile, truth)
+
+
+def test_what_neither_form_can_follow_is_left_alone() -> None:
+    wavy = replace(
+        curve(),
+        options={
+            cls: tuple(
+                replace(
+                    o,
+                    energy_j=o.energy_j * (1 + 0.1 * (-1) ** n),
+                    time_s=o.time_s * 1.05 ** (n % 3),
+                )
+                for n, o in enumerate(own)
+            )
+            for cls, own in curve().options.items()
+        },
+    )
+    assert smooth(noisy(wavy, 0.01), "auto").name == "none"
 
 
 def test_only_declared_noise_is_smoothed_by_default() -> None:
@@ -98,7 +117,7 @@ def test_only_declared_noise_is_smoothed_by_default() -> None:
 def test_figures_stay_those_of_the_profile_as_given() -> None:
     seen = noisy(curve(), 0.02)
     planner = Planner(build_1f1b(2, 4), seen, PlannerOptions(time_limit_s=0.5))
-    assert planner.smoothing == "local"
+    assert planner.smoothing == "physical"
     plan = planner.plan(Slowdown(5.0))
     found = evaluate(plan.schedule, plan.settings, seen)
     assert (plan.time_s, plan.energy_j) == (found.time_s, found.energy_j)
