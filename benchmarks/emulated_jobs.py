@@ -126,7 +126,7 @@ def main() -> None:
     """Print the rows; exit status 1 where measured and predicted differ by more than 2 %."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=220)
     parser.add_argument("--job", choices=sorted(JOBS), action="append")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -76,6 +76,8 @@ def _idle_step(schedules: Any, stage: int, chunks: int) -> Iterator[Callable[[],
         for name, value in replaced.items():
             if hasattr(schedules, name):
                 stack.enter_context(mock.patch.object(schedules, name, value))
+        communicator = schedules.P2PCommunicator
+        stack.enter_context(mock.patch.object(communicator, "_communicate", _communicate))
         stack.enter_context(mock.patch.object(torch, "zeros", _on_cpu(torch.zeros)))
         arguments = {
             "forward_step_func": None,
@@ -84,7 +86,7 @@ def _idle_step(schedules: Any, stage: int, chunks: int) -> Iterator[Callable[[],
             "num_microbatches": MICROBATCHES,
             "seq_length": 1,
             "micro_batch_size": 1,
-            "p2p_communicator": _Peers(group, config),
+            "p2p_communicator": _peers(schedules, group, config),
             "pg_collection": groups,
         }
         name = f"forward_backward_pipelining_with{'' if chunks > 1 else 'out'}_interleaving"
@@ -101,18 +103,18 @@ class _Config:
         return None
 
 
-class _Peers:
-    """A communicator without peers: nothing is sent, None is received."""
+def _peers(schedules: Any, group: Any, config: Any) -> Any:
+    """Megatron's communicator, without peers."""
+    communicator = schedules.P2PCommunicator.__new__(schedules.P2PCommunicator)
+    communicator.pp_group = group
+    communicator.config = config
+    communicator.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
+    return communicator
 
-    def __init__(self, group: Any, config: Any) -> None:
-        self.pp_group = group
-        self.config = config
-        self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
-        self.is_pp_first_stage = self.is_pp_last_stage = False
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        both = name == "send_forward_backward_recv_forward_backward"
-        return lambda *_, **__: (None, None) if both else None
+def _communicate(self: Any, **_: Any) -> tuple[None, None, None]:
+    """Nothing is sent, None is received."""
+    return None, None, None
 
 
 def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,13 +169,17 @@ def _added_us(schedules: Any, chunks: int) -> float:
         idle = {name: getattr(schedules, name) for name in names}
         megatron.attach(config)
         hooks = {name: getattr(schedules, name) for name in names}
+        communicator = schedules.P2PCommunicator
+        communicate = communicator._communicate
 
         def bare() -> None:
             vars(schedules).update(idle)
+            communicator._communicate = _communicate
             step()
 
         def hooked() -> None:
             vars(schedules).update(hooks)
+            communicator._communicate = communicate
             step()
 
         def start(*_: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kareus_pp.builders import build_schedule
 from kareus_pp.cli.main import app
 from kareus_pp.errors import KareusError
 from kareus_pp.plan import Frontier, Plan
@@ -101,6 +102,19 @@ def test_a_deadline_below_the_shortest_is_answered_with_the_shortest(table: Path
     assert "no plan takes 0.01 s: the shortest iteration takes" in " ".join(text.split())
 
 
+@pytest.mark.parametrize("p2p", ["asynchronous", "overlapped", "blocking"])
+def test_waits_for_messages_are_planned_with(table: Path, tmp_path: Path, p2p: str) -> None:
+    output = tmp_path / "plan.json"
+    run(
+        "plan", table, "--schedule", "interleaved", "--microbatches", "3", "--chunks", "2",
+        "--blocking-power", "60", "--objective", "fastest", "--p2p", p2p, "-o", output,
+    )  # fmt: skip
+    plan = Plan.load(output)
+    built = build_schedule("interleaved", 3, 3, 2, p2p)
+    assert plan.schedule.waits == built.waits
+    assert plan.schedule.signature == built.signature
+
+
 def test_split_backwards_and_chunks_are_derived_and_marked(table: Path, tmp_path: Path) -> None:
     from kareus_pp.profile_csv import fit_to_schedule
     from kareus_pp.schedule import Kind
@@ -132,6 +146,7 @@ def test_split_backwards_and_chunks_are_derived_and_marked(table: Path, tmp_path
         (["--blocking-power", "many"], "numbers with commas"),
         (["--blocking-power", "-3"], "not allowed"),
         (["--blocking-power", "60", "--schedule", "none"], "unknown schedule"),
+        (["--blocking-power", "60", "--p2p", "blocking"], "1f1b is planned without waits"),
         (["--blocking-power", "60", "--slowdown", "5", "--deadline", "2"], "several targets"),
         (["--blocking-power", "60", "--objective", "speed"], "speed"),
         (["--blocking-power", "60", "--energy-budget", "1"], "least energy of an iteration"),

@@ -134,6 +134,7 @@ def orders(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         results.append(
             {
                 "recorded": recorder.stream(),
+                "exchanges": recorder.exchanges,
                 "own": own,
                 "equal": plain == hooked == after,
                 "gradients": len(plain[1]),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kareus_pp.builders import build_1f1b
+from kareus_pp.builders import build_1f1b, build_interleaved
 from kareus_pp.config import ProfilingConfig
 from kareus_pp.errors import ProfileError
 from kareus_pp.measure import (
@@ -44,6 +44,18 @@ def profiled(job: Job, plans: int = 8, **changes: object) -> Runs:
 @pytest.fixture(scope="module")
 def recorded() -> Runs:
     return profiled(Job(time_noise=0.01, energy_noise=0.003), blocking_power_w=(80.0,) * 4)
+
+
+def test_time_that_stages_wait_for_messages_is_no_overhead() -> None:
+    """The same runs without the waits: what they take is then put down to something else."""
+    job = Job(build_interleaved(3, 6, 2, p2p="blocking"))
+    runs = profiled(job, 10)
+    learned = learn(runs)
+    assert learned.profile.overhead.iteration_s == pytest.approx(job.overhead_s, abs=0.002)
+    assert learned.report.time_error is not None
+    assert learned.report.time_error < 0.002
+    blind = learn(replace(runs, schedule=replace(job.schedule, waits=frozenset())))
+    assert blind.profile.overhead.iteration_s > 1.5 * job.overhead_s
 
 
 @pytest.mark.parametrize("blocking", [None, (80.0,) * 4])
