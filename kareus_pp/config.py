@@ -95,6 +95,21 @@ class EmulatedConfig(_Section):
     noise: NonNegativeFloat = Field(0.0, description="relative noise of times, standard deviation")
 
 
+class OverlapConfig(_Section):
+    """Overlap of tensor-parallel communication with compute."""
+
+    enabled: bool = Field(False, description="split microbatches where the plan says so")
+    levels: tuple[PositiveInt, ...] = Field(
+        (), description="numbers of SMs to make communicators for, three or four at most"
+    )
+    timeout_s: PositiveFloat = Field(
+        10.0, description="longest wait for the other tensor-parallel ranks before a step"
+    )
+    allow_untested: bool = Field(
+        False, description="Transformer Engine and context parallelism too, which were never run"
+    )
+
+
 class CommandConfig(_Section):
     """A site command that may set clocks where the trainer may not."""
 
@@ -125,6 +140,7 @@ class KareusConfig(_Section):
     planner: PlannerConfig = PlannerConfig()
     emulated: EmulatedConfig = EmulatedConfig()
     command: CommandConfig = CommandConfig()
+    overlap: OverlapConfig = OverlapConfig()
 
     @property
     def parsed_target(self) -> Target:

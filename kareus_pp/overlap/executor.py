@@ -88,6 +88,16 @@ class OverlapExecutor:
             self._agreed = self._agreement.agree(step, facts)
         return self._agreed
 
+    def skip_step(self, step: int) -> None:
+        """Run a step sequentially, and tell the ranks that would overlap in it; waits for none.
+
+        Args:
+            step: Number of the step, the same on all ranks.
+        """
+        if self._agreement is not None:
+            self._agreement.decline(step)
+        self._agreed = False
+
     def on_setting(self, instruction: Instruction, setting: Setting) -> None:
         """Take the setting of an instruction that is about to run."""
         if instruction.kind is Kind.FORWARD:

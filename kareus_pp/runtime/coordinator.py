@@ -11,7 +11,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import median
 
 from kareus_pp.config import KareusConfig
@@ -58,6 +58,7 @@ class Coordinator:
         down: Why the rank stands down; empty while it works.
         phase: The present phase.
         energy_read: Joules of this rank's GPU over all steps that were read, and their number.
+        check_overlap: Checks the overlap settings of an assignment; None where nothing overlaps.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Coordinator:
         self.down = ""
         self.phase = OBSERVE
         self.energy_read = (0.0, 0)
+        self.check_overlap: Callable[[StageAssignment], None] | None = None
         self._config = config
         self._topology = topology
         self._controller = opened.controller
@@ -264,7 +266,7 @@ class Coordinator:
         self._switches = step.switches_total
         self._write_step(step, record, switches)
         if step.mismatch:
-            self._warn_once(
+            self._warn_steps(
                 step.key,
                 f"the executed instructions do not match the plan ({step.mismatch}); default "
                 f"clocks for the rest of such steps",
@@ -307,12 +309,12 @@ class Coordinator:
         """Publish the stream of a key once it was the same in enough steps."""
         planned = {r.assignment.key for r in self._rows if r.assignment.phase == APPLY}
         if planned and step.key not in planned:
-            self._warn_once(step.key, "there is no plan for them; default clocks")
+            self._warn_steps(step.key, "there is no plan for them; default clocks")
         if step.key in self._streams:
             return
         seen = self._observed.setdefault(step.key, [])
         if seen and seen[0].stream != step.stream:
-            self._warn_once(
+            self._warn_steps(
                 step.key, "the executed instructions differ from step to step; default clocks"
             )
             seen.clear()
@@ -373,6 +375,14 @@ class Coordinator:
             if instructions is None:
                 raise ValueError(f"an assignment for steps {assignment.key} that were not observed")
             row = StageAssignment.prepare(assignment, self._topology.stage, instructions)
+            if self.check_overlap is not None:
+                self.check_overlap(row)
+            elif row.overlapped:
+                self._warn_once(
+                    "overlap",
+                    f"the plan {assignment.name!r} overlaps communication, which this job does not "
+                    f"do; sequential instead (overlap.enabled turns it on)",
+                )
             kept = [r for r in self._rows if r.assignment.key != assignment.key]
             previous = [r for r in self._rows if r.assignment.key == assignment.key][-1:]
             self._rows = (*kept, *previous, row)
@@ -406,12 +416,15 @@ class Coordinator:
             self._controller.stop_sampling()
         self._sampling = wanted
 
+    def _warn_steps(self, key: str, text: str) -> None:
+        microbatches, _, shape = key.partition(":")
+        described = f"{microbatches} microbatches" + (f" of shape {shape}" if shape else "")
+        self._warn_once(key, f"steps of {described}: {text}")
+
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            microbatches, _, shape = key.partition(":")
-            described = f"{microbatches} microbatches" + (f" of shape {shape}" if shape else "")
-            self._log.warning("kareus-pp: steps of %s: %s", described, text)
+            self._log.warning("kareus-pp: %s", text)
 
 
 def _share(value: float | None, share: float) -> float | None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from kareus_pp.device.base import DEFAULT_CLOCK
 from kareus_pp.exchanges import Exchange
 from kareus_pp.runtime.messages import Assignment
 from kareus_pp.schedule import Instruction, Kind
 from kareus_pp.setting import Setting
+
+Place = tuple[Kind, int, int]
+"""Kind, microbatch and chunk: an instruction of a known stage."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class StageAssignment:
     """
 
     assignment: Assignment
-    expected: tuple[tuple[Kind, int, int], ...]
+    expected: tuple[Place, ...]
     settings: tuple[Setting, ...]
     words: tuple[int, ...]
 
@@ -43,6 +47,12 @@ class StageAssignment:
             settings,
             clock_words(instructions, settings),
         )
+
+    @cached_property
+    def overlapped(self) -> dict[Place, Setting]:
+        """The settings that are not sequential, by their instruction."""
+        pairs = zip(self.expected, self.settings, strict=True)
+        return {place: setting for place, setting in pairs if not setting.overlap.is_sequential}
 
 
 def clock_words(
@@ -98,17 +108,15 @@ class StepTracker:
         self._words: tuple[int, ...] = row.words if row is not None else ()
         self._expected = row.expected if row is not None else ()
 
-    def expect(self, kind: Kind, microbatch: int, chunk: int, communicates: bool) -> Setting | None:
-        """Note the next instruction; the setting that the plan has for it, None without one."""
+    def expect(self, kind: Kind, microbatch: int, chunk: int, communicates: bool) -> None:
+        """Note the next instruction, and whether it is the one that the plan has here."""
         position = len(self.stream)
         self.stream.append((kind, microbatch, chunk, communicates))
         if self.row is None or self.mismatch:
-            return None
+            return
         if position >= len(self._expected) or self._expected[position] != (kind, microbatch, chunk):
             self.mismatch = f"step {self.number}, position {position}: {kind.value}{microbatch}"
             self._words = ()
-            return None
-        return self.row.settings[position]
 
     def exchange(self, messages: str, blocking: bool) -> None:
         """Note an exchange of messages after the instructions up to now."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.overlap import cases, negative, pipeline_case
+from tests.overlap import cases, negative, pipeline_case, session_case
 from tests.overlap.ranks import Ranks
 
 SETTINGS = 75
@@ -76,6 +77,21 @@ def test_twenty_steps(
     for row in rows:
         check(row)
         assert row["loss_error"] == 0.0
+
+
+@pytest.mark.parametrize("virtual", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_settings_of_a_plan_file_reach_the_executor(
+    four_megatron_ranks: Ranks, tmp_path: Path, virtual: int | None
+) -> None:
+    """Through the real session, on emulated devices, with clocks beside them."""
+    for row in four_megatron_ranks.run(session_case.planned, str(tmp_path), virtual):
+        assert row["max_rel_error"] <= 1e-12
+        assert row["loss_error"] == 0.0
+        assert row["different"] >= 6 * (virtual or 1) + 1, "another setting on every instruction"
+        assert row["overlapped_steps"] >= 20
+        assert row["launches_as_planned"]
+        assert row["reasons"] == {}
+        assert row["phase"] == "apply"
 
 
 @pytest.mark.parametrize("control", negative.CONTROLS)
