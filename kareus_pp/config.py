@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -93,6 +94,9 @@ class EmulatedConfig(_Section):
     )
     seed: int = Field(0, description="seed of the measurement noise")
     noise: NonNegativeFloat = Field(0.0, description="relative noise of times, standard deviation")
+    overlap_factor: PositiveFloat = Field(
+        1.0, description="hidden factor on the true time of instructions that overlap"
+    )
 
 
 class OverlapConfig(_Section):
@@ -107,6 +111,9 @@ class OverlapConfig(_Section):
     )
     allow_untested: bool = Field(
         False, description="Transformer Engine and context parallelism too, which were never run"
+    )
+    candidates: NonNegativeInt = Field(
+        3, description="most overlap settings that the profile phase tries, besides sequential"
     )
 
 

@@ -23,6 +23,7 @@ from kareus_pp.overlap.communicators import CommunicatorPool
 from kareus_pp.overlap.observe import Recorder
 from kareus_pp.overlap.partitions import Partition, Program
 from kareus_pp.overlap.scheduler import Run, Scheduler, Swap, is_nanobatch_thread
+from kareus_pp.overlap.search import Candidate, joint_candidates
 from kareus_pp.overlap.shadow import ShadowTree
 from kareus_pp.overlap.slots import SlotHooks
 from kareus_pp.overlap.swaps import RandomState
@@ -126,6 +127,18 @@ class OverlapExecutor:
             program = block.programs.get(phase)
             if program is not None:
                 program.check(setting)
+
+    def candidates(self, count: int) -> tuple[Candidate, ...]:
+        """Overlap settings to measure against each other and against sequential execution.
+
+        Args:
+            count: Most candidates.
+
+        Returns:
+            Settings of a forward and of its backward; none before all blocks were observed.
+        """
+        programs = [block.programs for block in self.blocks if not block.refusal]
+        return joint_candidates(programs, self.pool.levels, count)
 
     @property
     def partitions(self) -> tuple[Partition, ...]:

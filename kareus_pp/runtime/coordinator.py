@@ -11,7 +11,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from statistics import median
 
 from kareus_pp.config import KareusConfig
@@ -32,6 +32,7 @@ from kareus_pp.runtime.messages import (
     decode,
     encode,
 )
+from kareus_pp.runtime.overlap import OverlapFollower
 from kareus_pp.runtime.steps import StageAssignment, StepTracker
 from kareus_pp.runtime.store import Store
 from kareus_pp.runtime.topology import Topology
@@ -58,7 +59,7 @@ class Coordinator:
         down: Why the rank stands down; empty while it works.
         phase: The present phase.
         energy_read: Joules of this rank's GPU over all steps that were read, and their number.
-        check_overlap: Checks the overlap settings of an assignment; None where nothing overlaps.
+        overlap: Knows what the blocks of the rank can overlap; None where nothing is.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Coordinator:
         self.down = ""
         self.phase = OBSERVE
         self.energy_read = (0.0, 0)
-        self.check_overlap: Callable[[StageAssignment], None] | None = None
+        self.overlap: OverlapFollower | None = None
         self._config = config
         self._topology = topology
         self._controller = opened.controller
@@ -335,6 +336,9 @@ class Coordinator:
             source=self._facts.source.value,
             scope=self._facts.scope,
             exchanges=" ".join(map(str, step.exchanges)),
+            overlaps=()
+            if self.overlap is None
+            else self.overlap.candidates(self._config.overlap.candidates),
         )
         self._events.write("observed", key=step.key, instructions=stream.instructions)
         self._store.set(f"stream/{step.key}/{stream.rank}", encode(stream))
@@ -375,8 +379,8 @@ class Coordinator:
             if instructions is None:
                 raise ValueError(f"an assignment for steps {assignment.key} that were not observed")
             row = StageAssignment.prepare(assignment, self._topology.stage, instructions)
-            if self.check_overlap is not None:
-                self.check_overlap(row)
+            if self.overlap is not None:
+                self.overlap.check(row)
             elif row.overlapped:
                 self._warn_once(
                     "overlap",

@@ -31,6 +31,10 @@ class Executor(Protocol):
         """Take the setting of an instruction that is about to run."""
         ...
 
+    def candidates(self, count: int) -> tuple[tuple[OverlapSetting, OverlapSetting], ...]:
+        """Settings to measure, each of a forward and of its backward."""
+        ...
+
     def check(self, phase: str, setting: OverlapSetting) -> None:
         """Raise `OverlapError` where a setting names what is not there."""
         ...
@@ -41,7 +45,9 @@ class Executor(Protocol):
 
 
 class OverlapFollower:
-    """Drives the executor of one rank; all calls but `check` come from the training thread.
+    """Drives the executor of one rank.
+
+    All calls come from the training thread, but for `check` and `candidates`.
 
     Args:
         executor: The executor.
@@ -68,10 +74,11 @@ class OverlapFollower:
         elif self._executor.begin_step(number, [setting.overlap for setting in row.settings]):
             self._settings = row.overlapped
 
-    def instruction_begin(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        """An instruction begins; one that the row does not overlap is sequential."""
+    def instruction_begin(self, kind: Kind, microbatch: int, chunk: int) -> bool:
+        """An instruction begins; whether it is to overlap, as only the row can say."""
         setting = self._settings.get((kind, microbatch, chunk), DEFAULT_SETTING)
         self._executor.on_setting(Instruction(self._stage, kind, microbatch, chunk), setting)
+        return not setting.overlap.is_sequential
 
     def step_end(self) -> None:
         """The step is over: sequential until the next one, evaluation included."""
@@ -98,6 +105,10 @@ class OverlapFollower:
                 raise OverlapError(
                     f"the plan has {instruction} at {setting}, which cannot be done: {error}"
                 ) from None
+
+    def candidates(self, count: int) -> tuple[tuple[str, str], ...]:
+        """At most `count` settings to measure, each of a forward and of its backward, as text."""
+        return tuple((str(f), str(b)) for f, b in self._executor.candidates(count))
 
     def close(self) -> None:
         """Detach the executor."""

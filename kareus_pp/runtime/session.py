@@ -122,7 +122,7 @@ class Session:
             executor: An executor with the blocks of this rank attached.
         """
         self._overlap = OverlapFollower(executor, self.topology.stage)
-        self._coordinator.check_overlap = self._overlap.check
+        self._coordinator.overlap = self._overlap
 
     def step_begin(self, microbatches: int, shape: str = "") -> None:
         """A training step begins; evaluation is not a step."""
@@ -159,14 +159,16 @@ class Session:
                 self._mark(tracker.on_begin)
             except Exception as error:
                 self._fail(error)
+        overlaps = False
         if self._overlap is not None:
             # Where the session has stood down, too: the group has agreed on the whole step.
             try:
-                self._overlap.instruction_begin(kind, microbatch, chunk)
+                overlaps = self._overlap.instruction_begin(kind, microbatch, chunk)
             except Exception as error:
                 self._fail(error)
         if self._pacer is not None:
-            self._pacer.begin_instruction(self._class_of(kind, chunk))
+            factor = self.config.emulated.overlap_factor if overlaps else 1.0
+            self._pacer.begin_instruction(self._class_of(kind, chunk), factor)
 
     def instruction_end(self) -> None:
         """The instruction that began last has ended on the host."""

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kareus_pp.measure import load_runs
 from kareus_pp.overlap.executor import OverlapExecutor
 from kareus_pp.plan import Plan
+from kareus_pp.profile import Profile
 from kareus_pp.schedule import Instruction, Kind, Schedule
 from kareus_pp.setting import SEQUENTIAL, Launch, OverlapSetting, Setting
 from tests.overlap import megatron_cpu
@@ -73,6 +75,57 @@ def planned(
             "launches_as_planned": launches == wanted,
             "reasons": dict(executor.reasons),
             "phase": _session().phase,
+        }
+    finally:
+        megatron.detach()
+
+
+def profiled(folder: str) -> dict[str, Any]:
+    """The profile phase tries overlap settings that the blocks offer; every rank calls this.
+
+    Args:
+        folder: For what the session writes.
+    """
+    from kareus_pp.integrations import megatron
+
+    job = Job(None, 4, torch.float64)
+    base = Path(folder)
+    reference = job.step(0)
+    error = 0.0
+    try:
+        megatron.attach(
+            {
+                "device": "emulated",
+                "mode": "profile",
+                "output": str(base),
+                "profiling": {"plans": 2, "iterations_per_plan": 2},
+                "overlap": {"enabled": True, "candidates": 2},
+            }
+        )
+        limit = time.monotonic() + _LIMIT_S
+        while not _fewest(int((base / "profile.json").exists())):
+            error = max(error, megatron_cpu.relative_error(job.step(0), reference))
+            assert time.monotonic() < limit, (_session().phase, _session().standing_down)
+        executor = _executor()
+        offered = {setting for pair in executor.candidates(2) for setting in pair}
+        tried: Counter[OverlapSetting] = Counter()
+        for run in load_runs(base / "runs.json").runs:
+            tried.update({s.overlap for s in run.settings[job.stage]} - {SEQUENTIAL})
+        known = Profile.load(base / "profile.json").options
+        return {
+            "max_rel_error": largest(error),
+            "offered": len(offered),
+            "all_tried": set(tried) == offered,
+            "runs_of_each": set(tried.values()),
+            "all_known": all(
+                {o.setting.overlap for o in options} - {SEQUENTIAL} <= offered
+                and len({o.setting.overlap for o in options}) == 3
+                for cls, options in known.items()
+                if cls.stage == job.stage
+            ),
+            "split": executor.executed["forward", "split"],
+            "serial": executor.executed["backward", "serial"],
+            "reasons": dict(executor.reasons),
         }
     finally:
         megatron.detach()

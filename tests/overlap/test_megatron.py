@@ -26,6 +26,10 @@ def check(row: dict[str, Any]) -> None:
 def test_equality(two_megatron_ranks: Ranks, case: str) -> None:
     for row in two_megatron_ranks.run(cases.equality, case, **cases.EQUALITY[case]):
         check(row)
+        if case.startswith("compiled"):
+            # None where triton is missing and this Megatron needs a stand-in for it.
+            assert row["compiled"] is None or row["compiled"] > 0
+            assert row["compiled"] or not row["version"].startswith("megatron-core 0.16")
 
 
 @pytest.mark.parametrize("case", cases.DROPOUT)
@@ -92,6 +96,21 @@ def test_the_settings_of_a_plan_file_reach_the_executor(
         assert row["launches_as_planned"]
         assert row["reasons"] == {}
         assert row["phase"] == "apply"
+
+
+def test_the_profile_phase_measures_the_overlap_that_the_blocks_offer(
+    four_megatron_ranks: Ranks, tmp_path: Path
+) -> None:
+    """Rule 27: candidates found by the partition API, whole and jointly with clocks."""
+    for row in four_megatron_ranks.run(session_case.profiled, str(tmp_path)):
+        assert row["max_rel_error"] <= 1e-12
+        assert row["offered"] == 4, "two forwards and two backwards"
+        assert row["all_tried"]
+        assert row["runs_of_each"] == {3}, "at three clocks"
+        assert row["all_known"]
+        assert row["split"] >= 2 * 3 * 2 * 4, "candidates, clocks, iterations, microbatches"
+        assert row["serial"] == 0
+        assert row["reasons"] == {}
 
 
 @pytest.mark.parametrize("control", negative.CONTROLS)

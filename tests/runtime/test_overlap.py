@@ -10,9 +10,14 @@ import pytest
 
 from kareus_pp.builders import build_1f1b
 from kareus_pp.errors import OverlapError
+from kareus_pp.measure import load_runs
 from kareus_pp.plan import Plan
+from kareus_pp.planner import PlannerOptions
+from kareus_pp.planner.families import plan_among
+from kareus_pp.profile import Profile
 from kareus_pp.schedule import Instruction, Schedule
-from kareus_pp.setting import OverlapSetting, Setting
+from kareus_pp.setting import SEQUENTIAL, OverlapSetting, Setting
+from kareus_pp.target import Fastest
 from tests.runtime.pipeline import Pipeline, make_pipeline
 
 
@@ -40,6 +45,12 @@ class Recorded:
 
     def on_setting(self, instruction: Instruction, setting: Setting) -> None:
         self.now.setdefault(instruction, setting)
+
+    def candidates(self, count: int) -> tuple[tuple[OverlapSetting, OverlapSetting], ...]:
+        slots = range(count)
+        return tuple(
+            (OverlapSetting.parse(f"mlp@{n}:0"), OverlapSetting.parse(f"mlp@{n}:1")) for n in slots
+        )
 
     def check(self, phase: str, setting: OverlapSetting) -> None:
         for launch in setting.launches:
@@ -162,3 +173,40 @@ def test_a_plan_that_overlaps_is_said_to_be_sequential_where_overlap_is_off(
     said = [r for r in caplog.records if "overlap.enabled turns it on" in r.getMessage()]
     assert len(said) == 2, "once on each rank"
     assert not any(s.standing_down for s in pipeline.sessions)
+
+
+@pytest.mark.parametrize("factor", [0.8, pytest.param(1.25, marks=pytest.mark.slow)])
+def test_overlap_is_measured_jointly_with_clocks_and_chosen_where_it_pays(
+    tmp_path: Path, factor: float
+) -> None:
+    """Rules 27 and 28: what is measured is the whole overlapped instruction at its clock.
+
+    The truth is hidden: instructions that overlap take `factor` of their time on these devices.
+    """
+    schedule = build_1f1b(2, 4)
+    pipeline = make_pipeline(
+        schedule,
+        tmp_path,
+        mode="profile",
+        profiling={"plans": 4, "iterations_per_plan": 2},
+        overlap={"candidates": 2},
+        emulated={"overlap_factor": factor},
+    )
+    with pipeline:
+        followed(pipeline)
+        pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions), 600)
+    runs = load_runs(tmp_path / "runs.json").runs
+    tried = [{s.overlap for row in run.settings for s in row} - {SEQUENTIAL} for run in runs]
+    assert [len(found) for found in tried] == [0] * 4 + [2] * 6, "two candidates at three clocks"
+    profile = Profile.load(tmp_path / "profile.json")
+    for options in profile.options.values():
+        clocks: dict[OverlapSetting, set[int | None]] = {}
+        for option in options:
+            clocks.setdefault(option.setting.overlap, set()).add(option.setting.clock_mhz)
+        assert len(clocks) == 3, "sequential and two candidates"
+        assert all(len(found) > 2 for found in clocks.values())
+    recorded = Schedule.load(next(tmp_path.glob("schedule-*.json")))
+    plan, swept = plan_among(recorded, profile, Fastest(), PlannerOptions(time_limit_s=1.0), 3)
+    assert swept.plans
+    overlapped = [not s.overlap.is_sequential for row in plan.settings for s in row]
+    assert all(overlapped) if factor < 1 else not any(overlapped)
