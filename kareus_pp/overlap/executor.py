@@ -83,6 +83,7 @@ class OverlapExecutor:
         Returns:
             Whether overlap settings apply in this step.
         """
+        self._agreed = True
         if self._agreement is not None:
             facts = [*map(str, settings), f"levels {self.pool.levels}"]
             facts += [f"{block.name}: {block.refusal}" for block in self.blocks]
@@ -98,6 +99,8 @@ class OverlapExecutor:
         if self._agreement is not None:
             self._agreement.decline(step)
         self._agreed = False
+        for block in self.blocks:
+            block.unhook()
 
     def on_setting(self, instruction: Instruction, setting: Setting) -> None:
         """Take the setting of an instruction that is about to run."""
@@ -235,8 +238,6 @@ class OverlapBlock:
         self._hidden = hidden
         self._undo = undo
         self._complete_shadow = complete_shadow
-        if not refusal:
-            self._hooks.install()
         executor.blocks.append(self)
 
     def decide(self, reason: Callable[[], str]) -> bool:
@@ -298,6 +299,8 @@ class OverlapBlock:
         else:
             self._shadow.refresh()
         self._complete_shadow(self._shadow)
+        if not self._hooks.installed:
+            self._hooks.install()
         leaves, spec = tree_flatten((args, kwargs))
         observes = FORWARD not in self.programs
         call = BlockCall(
@@ -348,6 +351,10 @@ class OverlapBlock:
         results = executor.run(phase, [observed], None, SEQUENTIAL, recorder)
         self.programs[phase] = recorder.program(phase)
         return results
+
+    def unhook(self) -> None:
+        """Take the hooks away between two steps; the next split forward sets them again."""
+        self._hooks.remove()
 
     def detach(self) -> None:
         """Take the hooks away and leave the module as it was."""

@@ -51,6 +51,15 @@ def test_forward_and_backward_that_differ_still_give_the_gradient(two_ranks: Ran
         assert ("backward", "split") not in executed
 
 
+def test_a_step_without_overlap_has_no_hooks(two_ranks: Ranks) -> None:
+    for (first, second, third), executed, error in two_ranks.run(core_cases.skipped_step):
+        assert first == third > 0
+        assert second == 0
+        assert dict(executed)["forward", "split"] == 2
+        assert dict(executed)["forward", "sequential"] == 1
+        assert error <= 1e-12
+
+
 @pytest.mark.parametrize("wish", ["agree", "differ", "late"])
 def test_ranks_agree_or_all_refuse(two_ranks: Ranks, wish: str) -> None:
     """Rule 28: all ranks of a communicator take the same option."""
