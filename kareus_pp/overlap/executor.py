@@ -83,11 +83,15 @@ class OverlapExecutor:
         Returns:
             Whether overlap settings apply in this step.
         """
+        used = tuple(settings)
         self._agreed = True
         if self._agreement is not None:
-            facts = [*map(str, settings), f"levels {self.pool.levels}"]
+            facts = [*map(str, used), f"levels {self.pool.levels}"]
             facts += [f"{block.name}: {block.refusal}" for block in self.blocks]
             self._agreed = self._agreement.agree(step, facts)
+        if self._agreed and used:
+            for block in self.blocks:
+                block.hook_for(used)
         return self._agreed
 
     def skip_step(self, step: int) -> None:
@@ -299,10 +303,10 @@ class OverlapBlock:
         else:
             self._shadow.refresh()
         self._complete_shadow(self._shadow)
-        if not self._hooks.installed:
-            self._hooks.install()
         leaves, spec = tree_flatten((args, kwargs))
         observes = FORWARD not in self.programs
+        if observes or not self._hooks.installed:
+            self._hooks.install()
         call = BlockCall(
             function=function,
             leaves=leaves,
@@ -351,6 +355,20 @@ class OverlapBlock:
         results = executor.run(phase, [observed], None, SEQUENTIAL, recorder)
         self.programs[phase] = recorder.program(phase)
         return results
+
+    def hook_for(self, settings: Iterable[OverlapSetting]) -> None:
+        """Hook only the boundaries at which the settings of a step launch, between two steps."""
+        if self.refusal or len(self.programs) < 2:
+            return
+        launches = {launch for setting in settings for launch in setting.launches}
+        events = {
+            program.event_at(position, launch.slot)
+            for program in self.programs.values()
+            for position, kind in enumerate(program.sequence)
+            for launch in launches
+            if launch.partition == kind
+        }
+        self._hooks.install(frozenset(event for event in events if event is not None))
 
     def unhook(self) -> None:
         """Take the hooks away between two steps; the next split forward sets them again."""

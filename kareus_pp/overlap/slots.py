@@ -26,17 +26,27 @@ class SlotHooks:
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._handles: list[Any] = []
+        self._events: frozenset[str] | None = None
 
-    def install(self) -> None:
-        """Hook all boundaries; a module with hooks is slower to call, by more than the hook."""
+    def install(self, events: frozenset[str] | None = None) -> None:
+        """Hook the boundaries of some events, as `f:layers.0.mlp`; None: all.
+
+        A module with hooks is slower to call, by more than the hook itself takes.
+        """
+        if self._handles and events == self._events:
+            return
+        self.remove()
+        self._events = events
         for name, module in self._block.named_modules():
             if not name:
                 continue
             forward, backward = f"f:{name}", f"b:{name}"
-            self._handles += [
-                module.register_forward_pre_hook(partial(_before_forward, forward)),
-                module.register_forward_hook(partial(_after_forward, backward)),
-            ]
+            if events is None or forward in events:
+                hook = partial(_before_forward, forward)
+                self._handles.append(module.register_forward_pre_hook(hook))
+            if events is None or backward in events:
+                after = partial(_after_forward, backward)
+                self._handles.append(module.register_forward_hook(after))
 
     @property
     def installed(self) -> bool:

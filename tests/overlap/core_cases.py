@@ -162,22 +162,24 @@ def agreement(wish: str) -> list[Any]:
 
 
 def skipped_step() -> tuple[list[int], list[Any], float]:
-    """Hooks in a step that overlaps, in one that does not and after it; what was executed."""
+    """Hooks while observing, then with, without and with overlap; what was executed."""
     module, value = block(), sample()
     wanted = step(module, value)
     executor = generic.attach(module, dist.group.WORLD)
     step(module, value)
     set_both(executor, SPLIT)
-    hooks, worst = [], 0.0
+
+    def count() -> int:
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+
+    hooks, worst = [count()], 0.0
     for number, overlaps in enumerate((True, False, True)):
         if overlaps:
             assert executor.begin_step(number, [SPLIT])
         else:
             executor.skip_step(number)
         worst = max(worst, error(step(module, value), wanted))
-        hooks.append(
-            sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
-        )
+        hooks.append(count())
     executed = sorted(executor.executed.items())
     executor.close()
     return hooks, executed, worst

@@ -58,7 +58,7 @@ def overhead(repeats: int) -> list[dict[str, Any]]:
 
     # Alternating, and each after a run of its own kind, so that all see the same machine.
     times: dict[str, list[Times]] = {}
-    for _ in range(repeats):
+    for number in range(repeats):
         for name, parts in (("unmodified", whole), ("halves", halves)):
             once(*parts)
             times.setdefault(name, []).append(once(*parts))
@@ -70,7 +70,9 @@ def overhead(repeats: int) -> list[dict[str, Any]]:
             ("sequential", SEQUENTIAL),
         ):
             if name == "sequential":
-                executor.skip_step(0)
+                executor.skip_step(2 * number + 1)
+            elif name == "overlapped":
+                assert executor.begin_step(2 * number, [SPLIT])
             run = attached(setting)
             run()
             times.setdefault(name, []).append(run())

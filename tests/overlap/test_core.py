@@ -51,9 +51,9 @@ def test_forward_and_backward_that_differ_still_give_the_gradient(two_ranks: Ran
         assert ("backward", "split") not in executed
 
 
-def test_a_step_without_overlap_has_no_hooks(two_ranks: Ranks) -> None:
-    for (first, second, third), executed, error in two_ranks.run(core_cases.skipped_step):
-        assert first == third > 0
+def test_only_the_slots_in_use_are_hooked(two_ranks: Ranks) -> None:
+    for (every, first, second, third), executed, error in two_ranks.run(core_cases.skipped_step):
+        assert every > first == third > 0
         assert second == 0
         assert dict(executed)["forward", "split"] == 2
         assert dict(executed)["forward", "sequential"] == 1
