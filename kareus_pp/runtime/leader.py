@@ -315,6 +315,7 @@ class Leader:
             planner=planner,
             plan_out=str(output / f"plan-{gathered.schedule.signature}.json"),
             frontier_out=str(output / f"frontier-{gathered.schedule.signature}.json"),
+            can_overlap=any(gathered.overlaps),
         )
         self._planned.add(key)
         self._key = key

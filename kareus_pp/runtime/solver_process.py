@@ -17,7 +17,7 @@ from kareus_pp.measure.overlap_design import overlap_plan
 from kareus_pp.measure.overlap_design import overlaps as runs_overlap
 from kareus_pp.measure.runs_file import load_runs
 from kareus_pp.planner import PlannerOptions
-from kareus_pp.planner.families import plan_among
+from kareus_pp.planner.families import families, plan_among
 from kareus_pp.profile import Profile
 from kareus_pp.schedule import Schedule
 from kareus_pp.setting import OverlapSetting
@@ -75,10 +75,14 @@ class _Solver:
         planner: dict[str, Any],
         plan_out: str,
         frontier_out: str,
+        can_overlap: bool = True,
     ) -> dict[str, Any]:
         """Plan for a target, write the plan and a small frontier."""
         options = PlannerOptions.from_config(PlannerConfig.model_validate(planner))
         known, order = Profile.load(profile), Schedule.load(schedule)
+        if not can_overlap:
+            # The profile may come from a job that could; this one would run something else.
+            known = families(known)[0]
         made, swept = plan_among(
             order, known, parse_target(target), options, int(planner["points"])
         )

@@ -99,6 +99,8 @@ def _engine(group: Any, interval: int, reentrant: bool, zero: int, bias: bool) -
             "zero_optimization": {"stage": zero},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10_000,
+            # Attached where a case says so, not whenever the integration was imported.
+            "kareus": {"enabled": False},
         },
     )
     return engine, module

@@ -14,7 +14,7 @@ from kareus_pp.measure import load_runs
 from kareus_pp.plan import Plan
 from kareus_pp.planner import PlannerOptions
 from kareus_pp.planner.families import plan_among
-from kareus_pp.profile import Profile
+from kareus_pp.profile import DeviceFacts, Option, Profile, Source
 from kareus_pp.schedule import Instruction, Schedule
 from kareus_pp.setting import SEQUENTIAL, OverlapSetting, Setting
 from kareus_pp.target import Fastest
@@ -210,3 +210,26 @@ def test_overlap_is_measured_jointly_with_clocks_and_chosen_where_it_pays(
     assert swept.plans
     overlapped = [not s.overlap.is_sequential for row in plan.settings for s in row]
     assert all(overlapped) if factor < 1 else not any(overlapped)
+
+
+@pytest.mark.parametrize("can_overlap", [True, False])
+def test_a_job_that_cannot_overlap_plans_without(tmp_path: Path, can_overlap: bool) -> None:
+    """A profile may come from a job that could."""
+    schedule = build_1f1b(2, 3)
+    options = {
+        cls: tuple(
+            Option(Setting(1410, overlap), time_s, 100.0 * time_s)
+            for overlap, time_s in ((SEQUENTIAL, 0.006), (OverlapSetting.parse("mlp@0:0"), 0.004))
+        )
+        for cls in schedule.classes
+    }
+    device = DeviceFacts(clocks_mhz=(1410,), source=Source.EMULATED)
+    Profile(options, (50.0, 50.0), device=device).save(tmp_path / "given.json")
+    pipeline = make_pipeline(schedule, tmp_path, profile=str(tmp_path / "given.json"))
+    with pipeline:
+        if can_overlap:
+            followed(pipeline)
+        pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions), 600)
+    plan = Plan.load(next(tmp_path.glob("plan-*.json")))
+    overlapped = {not s.overlap.is_sequential for row in plan.settings for s in row}
+    assert overlapped == {can_overlap}
