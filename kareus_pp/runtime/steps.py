@@ -108,15 +108,17 @@ class StepTracker:
         self._words: tuple[int, ...] = row.words if row is not None else ()
         self._expected = row.expected if row is not None else ()
 
-    def expect(self, kind: Kind, microbatch: int, chunk: int, communicates: bool) -> None:
-        """Note the next instruction, and whether it is the one that the plan has here."""
+    def expect(self, kind: Kind, microbatch: int, chunk: int, communicates: bool) -> Setting | None:
+        """Note the next instruction; the setting that the plan has for it, None without one."""
         position = len(self.stream)
         self.stream.append((kind, microbatch, chunk, communicates))
         if self.row is None or self.mismatch:
-            return
+            return None
         if position >= len(self._expected) or self._expected[position] != (kind, microbatch, chunk):
             self.mismatch = f"step {self.number}, position {position}: {kind.value}{microbatch}"
             self._words = ()
+            return None
+        return self.row.settings[position]
 
     def exchange(self, messages: str, blocking: bool) -> None:
         """Note an exchange of messages after the instructions up to now."""

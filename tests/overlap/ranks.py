@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 
 
 class Ranks:
