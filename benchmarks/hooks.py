@@ -21,6 +21,10 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from kareus_pp.runtime.events import read_events
+from kareus_pp.runtime.messages import APPLY
+from kareus_pp.runtime.session import Session
+
 MEASUREMENTS = [
     "benchmarks.hooks_deepspeed:measure",
     "benchmarks.hooks_megatron:measure",
@@ -68,6 +72,26 @@ def added_us(
         bare(), hooked()
     pairs = [(time_s(bare), time_s(hooked)) for _ in range(repeats)]
     return statistics.median(b - a for a, b in pairs) / instructions * 1e6
+
+
+def await_applied(session: Session, step: Callable[[], None]) -> None:
+    """Run steps until one has followed the plan of the session.
+
+    Raises:
+        RuntimeError: None did within half a minute.
+    """
+    events = session.config.output / f"events-rank{session.topology.rank}.jsonl"
+    deadline_s = time.monotonic() + 30.0
+    while time.monotonic() < deadline_s:
+        step()
+        time.sleep(0.01)
+        if session.phase == APPLY and any(
+            event["event"] == "step" and event["phase"] == APPLY for event in read_events(events)
+        ):
+            # The session's thread works off these steps, or it would slow what is measured.
+            time.sleep(1.0)
+            return
+    raise RuntimeError(f"the plan was not applied: {session.standing_down or 'no reason is known'}")
 
 
 def measure_all(names: Iterable[str]) -> list[Row]:

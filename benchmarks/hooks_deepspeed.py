@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.hooks import Row, added_us
+from benchmarks.hooks import Row, added_us, await_applied
 from examples.demo import free_port, remove_shared_memory
 from kareus_pp.plan import Plan
 from kareus_pp.runtime.session import Session
@@ -99,15 +98,7 @@ def _added_us(engine: Any, schedule: Any, name: str) -> float:
             engine._INSTRUCTION_MAP = hooked_map
             engine._exec_schedule(schedule)
 
-        applied: list[Instruction] = []
-        session.on_setting = lambda instruction, _: applied.append(instruction)
-        deadline_s = time.monotonic() + 30.0
-        while not applied and time.monotonic() < deadline_s:
-            hooked()
-            time.sleep(0.001)
-        if not applied:
-            raise RuntimeError(f"the plan was not applied: {session.standing_down or 'no reason'}")
-        session.on_setting = None
+        await_applied(session, hooked)
         try:
             return added_us(bare, hooked, len(order))
         finally:

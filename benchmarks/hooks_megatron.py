@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from benchmarks.hooks import Row, added_us
+from benchmarks.hooks import Row, added_us, await_applied
 from kareus_pp.plan import Plan
 from kareus_pp.schedule import Instruction, Kind, Schedule
 from kareus_pp.setting import Setting
@@ -189,20 +188,12 @@ def _added_us(schedules: Any, chunks: int) -> float:
 
             return Session(parse_config(config), Topology(0, 1, schedule.model_order))
 
-        applied: list[Instruction] = []
         try:
             with mock.patch.object(megatron, "_start", start):
                 hooked()
             session = megatron.session()
             assert session is not None
-            session.on_setting = lambda instruction, _: applied.append(instruction)
-            deadline_s = time.monotonic() + 30.0
-            while not applied and time.monotonic() < deadline_s:
-                hooked()
-                time.sleep(0.001)
-            if not applied:
-                raise RuntimeError(f"the plan was not applied: {session.standing_down}")
-            session.on_setting = None
+            await_applied(session, hooked)
             return added_us(bare, hooked, len(order))
         finally:
             vars(schedules).update(hooks)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.hooks import Row, added_us
+from benchmarks.hooks import Row, added_us, await_applied
 from kareus_pp.plan import Plan
 from kareus_pp.schedule import Instruction, Kind, Schedule
 from kareus_pp.setting import Setting
@@ -154,15 +153,7 @@ def _added_us(schedule: Any) -> float:
                 owner.__dict__.update(values)
             schedule.step()
 
-        applied: list[Instruction] = []
-        session.on_setting = lambda instruction, _: applied.append(instruction)
-        deadline_s = time.monotonic() + 30.0
-        while not applied and time.monotonic() < deadline_s:
-            run(hooks)
-            time.sleep(0.001)
-        if not applied:
-            raise RuntimeError(f"the plan was not applied: {session.standing_down}")
-        session.on_setting = None
+        await_applied(session, lambda: run(hooks))
         try:
             return added_us(lambda: run(idle), lambda: run(hooks), len(order))
         finally:

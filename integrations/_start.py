@@ -12,8 +12,9 @@ from kareus_pp.integrations._activation import rank_logger, stop_for_user
 from kareus_pp.integrations._boundaries import stream_boundaries
 from kareus_pp.integrations._store import open_store
 
-from kareus_pp.config import KareusConfig, load_config, parse_config
+from kareus_pp.config import KareusConfig, OverlapConfig, load_config, parse_config
 from kareus_pp.errors import ConfigError, DeviceError, KareusError
+from kareus_pp.overlap.executor import OverlapExecutor
 from kareus_pp.runtime.messages import DOWN_KEY
 from kareus_pp.runtime.session import Session
 from kareus_pp.runtime.topology import Topology
@@ -74,6 +75,7 @@ def start_session(
     fingerprint: Mapping[str, str],
     device: torch.device,
     count_work: Callable[[int], Mapping[InstructionClass, Work]],
+    attach_overlap: Callable[[OverlapConfig], OverlapExecutor] | None = None,
 ) -> Session:
     """Start the session of this rank; every rank calls it.
 
@@ -83,14 +85,19 @@ def start_session(
         fingerprint: Effective model, precision, recompute, ... settings, as text.
         device: What executes the instructions.
         count_work: Counts the work of a stage; called for the emulated device only.
+        attach_overlap: Attaches the blocks of this rank, where the configuration asks for overlap;
+            None where the framework has none that are known.
 
     Raises:
+        ConfigError: Overlap is asked for and the framework's blocks are not known.
+        OverlapError: The blocks of this rank cannot be attached.
         KareusError: A plan or profile file that the configuration names is malformed.
         DeviceError: The device that the configuration names cannot be used.
     """
+    executor = _attach_overlap(config.overlap, attach_overlap)
     store = open_store(topology.rank, topology.world_size)
     try:
-        return Session(
+        session = Session(
             config,
             topology,
             work=count_work(topology.stage) if config.device == "emulated" else None,
@@ -102,7 +109,27 @@ def start_session(
     except Exception as error:
         # The other ranks would wait for the stream of this one.
         store.set(DOWN_KEY, f"rank {topology.rank}: {error}")
+        if executor is not None:
+            executor.close()
         raise
+    if executor is not None:
+        session.follow_overlap(executor)
+    return session
+
+
+def _attach_overlap(
+    config: OverlapConfig, attach: Callable[[OverlapConfig], OverlapExecutor] | None
+) -> OverlapExecutor | None:
+    """Attach before anything that may fail on one rank only: all make communicators together."""
+    if not config.enabled:
+        return None
+    if attach is None:
+        raise ConfigError(
+            "the kareus config has overlap.enabled and the blocks of this framework are not known; "
+            "attach yours with kareus_pp.overlap.generic and hand the executor to the session's "
+            "follow_overlap"
+        )
+    return attach(config)
 
 
 def start_or_go_on(start: Callable[[], Session | None], rank: int) -> Session | None:

@@ -25,7 +25,8 @@ from kareus_pp.integrations._import_hook import on_import
 from kareus_pp.integrations._start import Config, configuration, start_or_go_on, start_session
 from kareus_pp.integrations._work import count_forward, instruction_works
 
-from kareus_pp.config import KareusConfig
+from kareus_pp.config import KareusConfig, OverlapConfig
+from kareus_pp.overlap.executor import OverlapExecutor
 from kareus_pp.runtime.session import Session
 from kareus_pp.runtime.topology import Topology
 from kareus_pp.schedule import InstructionClass, Kind, looped_model_order
@@ -76,9 +77,16 @@ def attach(engine: Any, config: Config | None = None) -> Session | None:
         fingerprint_of(engine),
         torch.device(engine.device),
         lambda stage: _works(engine, wanted),
+        lambda overlap: _attach_overlap(engine, overlap),
     )
     engine.__dict__[_HOOKS] = _EngineHooks(engine, wanted, session)
     return session
+
+
+def _attach_overlap(engine: Any, overlap: OverlapConfig) -> OverlapExecutor:
+    from kareus_pp.integrations import overlap_deepspeed
+
+    return overlap_deepspeed.attach(engine.module, overlap.levels, overlap.timeout_s)
 
 
 def detach(engine: Any) -> None:

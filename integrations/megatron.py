@@ -31,8 +31,9 @@ from kareus_pp.integrations._start import (
     start_session,
 )
 
-from kareus_pp.config import KareusConfig
+from kareus_pp.config import KareusConfig, OverlapConfig
 from kareus_pp.errors import ConfigError
+from kareus_pp.overlap.executor import OverlapExecutor
 from kareus_pp.runtime.session import Session
 from kareus_pp.schedule import InstructionClass, Kind, looped_model_order
 from kareus_pp.simulate.gpu_model import Work
@@ -360,9 +361,18 @@ def _start(
             _fingerprint(models, model_config),
             next(models[0].parameters()).device,
             lambda stage: _works(stage, models, model_config, kwargs),
+            lambda overlap: _attach_overlap(models, overlap),
         )
 
     return start_or_go_on(start, dist.get_rank() if dist.is_initialized() else 0)
+
+
+def _attach_overlap(models: list[Any], overlap: OverlapConfig) -> OverlapExecutor:
+    from kareus_pp.integrations import overlap_megatron
+
+    return overlap_megatron.attach(
+        models, overlap.levels, overlap.allow_untested, overlap.timeout_s
+    )
 
 
 def _configured() -> KareusConfig:

@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -93,6 +94,27 @@ class EmulatedConfig(_Section):
     )
     seed: int = Field(0, description="seed of the measurement noise")
     noise: NonNegativeFloat = Field(0.0, description="relative noise of times, standard deviation")
+    overlap_factor: PositiveFloat = Field(
+        1.0, description="hidden factor on the true time of instructions that overlap"
+    )
+
+
+class OverlapConfig(_Section):
+    """Overlap of tensor-parallel communication with compute."""
+
+    enabled: bool = Field(False, description="split microbatches where the plan says so")
+    levels: tuple[PositiveInt, ...] = Field(
+        (), description="numbers of SMs to make communicators for, three or four at most"
+    )
+    timeout_s: PositiveFloat = Field(
+        10.0, description="longest wait for the other tensor-parallel ranks before a step"
+    )
+    allow_untested: bool = Field(
+        False, description="Transformer Engine and context parallelism too, which were never run"
+    )
+    candidates: NonNegativeInt = Field(
+        3, description="most overlap settings that the profile phase tries, besides sequential"
+    )
 
 
 class CommandConfig(_Section):
@@ -125,6 +147,7 @@ class KareusConfig(_Section):
     planner: PlannerConfig = PlannerConfig()
     emulated: EmulatedConfig = EmulatedConfig()
     command: CommandConfig = CommandConfig()
+    overlap: OverlapConfig = OverlapConfig()
 
     @property
     def parsed_target(self) -> Target:

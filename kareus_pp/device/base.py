@@ -142,8 +142,13 @@ class Pacer(Protocol):
     instructions: int
     overruns: int
 
-    def begin_instruction(self, cls: InstructionClass) -> None:
-        """Called by the session before the real execution of an instruction."""
+    def begin_instruction(self, cls: InstructionClass, time_factor: float = 1.0) -> None:
+        """Called by the session before the real execution of an instruction.
+
+        Args:
+            cls: Its class.
+            time_factor: Factor on its true time.
+        """
         ...
 
     def end_instruction(self) -> None:

@@ -208,7 +208,7 @@ class EmulatedDevice:
         if self._closed:
             raise DeviceError(f"{self._identity.name} was closed", "open the device again")
 
-    def begin_instruction(self, cls: InstructionClass) -> None:
+    def begin_instruction(self, cls: InstructionClass, time_factor: float = 1.0) -> None:
         """Start an instruction now; an unfinished one before it is dropped."""
         with self._lock:
             self._advance(self._time.now())
@@ -218,7 +218,7 @@ class EmulatedDevice:
                 self._running = None
                 return
             noise = math.exp(self._noise * float(self._random.standard_normal()))
-            self._running = _Running(work, self._time_factor * noise)
+            self._running = _Running(work, self._time_factor * time_factor * noise)
 
     def end_instruction(self) -> None:
         """Return when the paced time of the instruction is over; at once where none runs.

@@ -2,7 +2,8 @@
 
 Ranks that split differently, or use different communicators, issue different collectives and hang.
 So before a step every rank publishes a digest of what it is about to do, reads the others' and
-takes the decision that the store records first: whoever times out first makes all refuse.
+takes the decision that the store records first: whoever times out first makes all refuse. A rank
+that has nothing to overlap in a step says so and waits for nobody.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import Store
 
 _logger = logging.getLogger(__name__)
-_AGREED, _REFUSED = "agreed", "refused"
+_AGREED, _REFUSED, _DECLINED = "agreed", "refused", "declined"
+_PATIENCE = 3
+"""Time-outs in a row after which a rank gives up: another one does not take part any more."""
 
 
 class Agreement:
@@ -38,6 +41,7 @@ class Agreement:
         self._rank, self._size = rank, size
         self._timeout = timedelta(seconds=timeout_s)
         self._said = False
+        self._timeouts = 0
 
     def agree(self, step: int, facts: Sequence[str]) -> bool:
         """Whether all ranks state the same facts for a step; all ranks get the same answer.
@@ -50,11 +54,24 @@ class Agreement:
         """
         if self._size == 1:
             return True
+        if self._timeouts >= _PATIENCE:
+            self.decline(step)
+            return False
         try:
             return self._decide(step, digest(facts))
         except Exception as error:
             self._say(f"the store cannot be reached ({' '.join(str(error).split()):.120})")
             return False
+
+    def decline(self, step: int) -> None:
+        """Say that this rank overlaps nothing in a step, and go on; never raises."""
+        if self._size == 1:
+            return
+        try:
+            self._store.set(f"{self._prefix}/{step}/{self._rank}", _DECLINED)
+            self._forget(step - 2)
+        except Exception as error:
+            self._say(f"the store cannot be reached ({' '.join(str(error).split()):.120})")
 
     def _decide(self, step: int, own: str) -> bool:
         prefix = f"{self._prefix}/{step}"
@@ -63,9 +80,11 @@ class Agreement:
         reason = ""
         try:
             self._store.wait(others, self._timeout)
+            self._timeouts = 0
             if any(self._store.get(key).decode() != own for key in others):
                 reason = "the ranks of the tensor-parallel group have different settings"
         except Exception:
+            self._timeouts += 1
             reason = f"a rank did not answer within {self._timeout.total_seconds():g} s"
         wish = _REFUSED if reason else _AGREED
         decision: str = self._store.compare_set(f"{prefix}/decision", "", wish).decode()
@@ -75,8 +94,9 @@ class Agreement:
         return decision == _AGREED
 
     def _forget(self, step: int) -> None:
-        if self._rank == 0 and step >= 0:
-            for name in ("decision", *range(self._size)):
+        """Delete what was said of a step that all ranks have left behind."""
+        if step >= 0:
+            for name in (self._rank, "decision") if self._rank == 0 else (self._rank,):
                 self._store.delete_key(f"{self._prefix}/{step}/{name}")
 
     def _say(self, reason: str) -> None:

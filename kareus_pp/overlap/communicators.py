@@ -92,7 +92,8 @@ class CommunicatorPool:
         """Give the communicators back."""
         for members in self._members.values():
             for group in members.values():
-                dist.destroy_process_group(group)
+                if dist.is_initialized():
+                    dist.destroy_process_group(group)
         self._members.clear()
         self.levels = ()
 

@@ -23,6 +23,7 @@ from kareus_pp.overlap.communicators import CommunicatorPool
 from kareus_pp.overlap.observe import Recorder
 from kareus_pp.overlap.partitions import Partition, Program
 from kareus_pp.overlap.scheduler import Run, Scheduler, Swap, is_nanobatch_thread
+from kareus_pp.overlap.search import Candidate, joint_candidates
 from kareus_pp.overlap.shadow import ShadowTree
 from kareus_pp.overlap.slots import SlotHooks
 from kareus_pp.overlap.swaps import RandomState
@@ -82,11 +83,28 @@ class OverlapExecutor:
         Returns:
             Whether overlap settings apply in this step.
         """
+        used = tuple(settings)
+        self._agreed = True
         if self._agreement is not None:
-            facts = [*map(str, settings), f"levels {self.pool.levels}"]
+            facts = [*map(str, used), f"levels {self.pool.levels}"]
             facts += [f"{block.name}: {block.refusal}" for block in self.blocks]
             self._agreed = self._agreement.agree(step, facts)
+        if self._agreed and used:
+            for block in self.blocks:
+                block.hook_for(used)
         return self._agreed
+
+    def skip_step(self, step: int) -> None:
+        """Run a step sequentially, and tell the ranks that would overlap in it; waits for none.
+
+        Args:
+            step: Number of the step, the same on all ranks.
+        """
+        if self._agreement is not None:
+            self._agreement.decline(step)
+        self._agreed = False
+        for block in self.blocks:
+            block.unhook()
 
     def on_setting(self, instruction: Instruction, setting: Setting) -> None:
         """Take the setting of an instruction that is about to run."""
@@ -116,6 +134,18 @@ class OverlapExecutor:
             program = block.programs.get(phase)
             if program is not None:
                 program.check(setting)
+
+    def candidates(self, count: int) -> tuple[Candidate, ...]:
+        """Overlap settings to measure against each other and against sequential execution.
+
+        Args:
+            count: Most candidates.
+
+        Returns:
+            Settings of a forward and of its backward; none before all blocks were observed.
+        """
+        programs = [block.programs for block in self.blocks if not block.refusal]
+        return joint_candidates(programs, self.pool.levels, count)
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
@@ -212,8 +242,6 @@ class OverlapBlock:
         self._hidden = hidden
         self._undo = undo
         self._complete_shadow = complete_shadow
-        if not refusal:
-            self._hooks.install()
         executor.blocks.append(self)
 
     def decide(self, reason: Callable[[], str]) -> bool:
@@ -277,6 +305,8 @@ class OverlapBlock:
         self._complete_shadow(self._shadow)
         leaves, spec = tree_flatten((args, kwargs))
         observes = FORWARD not in self.programs
+        if observes or not self._hooks.installed:
+            self._hooks.install()
         call = BlockCall(
             function=function,
             leaves=leaves,
@@ -325,6 +355,24 @@ class OverlapBlock:
         results = executor.run(phase, [observed], None, SEQUENTIAL, recorder)
         self.programs[phase] = recorder.program(phase)
         return results
+
+    def hook_for(self, settings: Iterable[OverlapSetting]) -> None:
+        """Hook only the boundaries at which the settings of a step launch, between two steps."""
+        if self.refusal or len(self.programs) < 2:
+            return
+        launches = {launch for setting in settings for launch in setting.launches}
+        events = {
+            program.event_at(position, launch.slot)
+            for program in self.programs.values()
+            for position, kind in enumerate(program.sequence)
+            for launch in launches
+            if launch.partition == kind
+        }
+        self._hooks.install(frozenset(event for event in events if event is not None))
+
+    def unhook(self) -> None:
+        """Take the hooks away between two steps; the next split forward sets them again."""
+        self._hooks.remove()
 
     def detach(self) -> None:
         """Take the hooks away and leave the module as it was."""

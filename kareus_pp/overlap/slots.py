@@ -6,7 +6,7 @@ hooks sit on the original modules; a shadow shares them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,22 +26,32 @@ class SlotHooks:
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._handles: list[Any] = []
+        self._events: frozenset[str] | None = None
 
-    def install(self, events: Collection[str] | None = None) -> None:
-        """Hook the boundaries of some events, as `f:layers.0.mlp`; None: all. Replaces earlier."""
+    def install(self, events: frozenset[str] | None = None) -> None:
+        """Hook the boundaries of some events, as `f:layers.0.mlp`; None: all.
+
+        A module with hooks is slower to call, by more than the hook itself takes.
+        """
+        if self._handles and events == self._events:
+            return
         self.remove()
+        self._events = events
         for name, module in self._block.named_modules():
             if not name:
                 continue
             forward, backward = f"f:{name}", f"b:{name}"
             if events is None or forward in events:
-                self._handles.append(
-                    module.register_forward_pre_hook(partial(_before_forward, forward))
-                )
+                hook = partial(_before_forward, forward)
+                self._handles.append(module.register_forward_pre_hook(hook))
             if events is None or backward in events:
-                self._handles.append(
-                    module.register_forward_hook(partial(_after_forward, backward))
-                )
+                after = partial(_after_forward, backward)
+                self._handles.append(module.register_forward_hook(after))
+
+    @property
+    def installed(self) -> bool:
+        """Whether the boundaries are hooked."""
+        return bool(self._handles)
 
     def remove(self) -> None:
         """Take all hooks away."""

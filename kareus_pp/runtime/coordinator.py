@@ -32,6 +32,7 @@ from kareus_pp.runtime.messages import (
     decode,
     encode,
 )
+from kareus_pp.runtime.overlap import OverlapFollower
 from kareus_pp.runtime.steps import StageAssignment, StepTracker
 from kareus_pp.runtime.store import Store
 from kareus_pp.runtime.topology import Topology
@@ -58,6 +59,7 @@ class Coordinator:
         down: Why the rank stands down; empty while it works.
         phase: The present phase.
         energy_read: Joules of this rank's GPU over all steps that were read, and their number.
+        overlap: Knows what the blocks of the rank can overlap; None where nothing is.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Coordinator:
         self.down = ""
         self.phase = OBSERVE
         self.energy_read = (0.0, 0)
+        self.overlap: OverlapFollower | None = None
         self._config = config
         self._topology = topology
         self._controller = opened.controller
@@ -264,7 +267,7 @@ class Coordinator:
         self._switches = step.switches_total
         self._write_step(step, record, switches)
         if step.mismatch:
-            self._warn_once(
+            self._warn_steps(
                 step.key,
                 f"the executed instructions do not match the plan ({step.mismatch}); default "
                 f"clocks for the rest of such steps",
@@ -307,12 +310,12 @@ class Coordinator:
         """Publish the stream of a key once it was the same in enough steps."""
         planned = {r.assignment.key for r in self._rows if r.assignment.phase == APPLY}
         if planned and step.key not in planned:
-            self._warn_once(step.key, "there is no plan for them; default clocks")
+            self._warn_steps(step.key, "there is no plan for them; default clocks")
         if step.key in self._streams:
             return
         seen = self._observed.setdefault(step.key, [])
         if seen and seen[0].stream != step.stream:
-            self._warn_once(
+            self._warn_steps(
                 step.key, "the executed instructions differ from step to step; default clocks"
             )
             seen.clear()
@@ -333,6 +336,9 @@ class Coordinator:
             source=self._facts.source.value,
             scope=self._facts.scope,
             exchanges=" ".join(map(str, step.exchanges)),
+            overlaps=()
+            if self.overlap is None
+            else self.overlap.candidates(self._config.overlap.candidates),
         )
         self._events.write("observed", key=step.key, instructions=stream.instructions)
         self._store.set(f"stream/{step.key}/{stream.rank}", encode(stream))
@@ -373,6 +379,14 @@ class Coordinator:
             if instructions is None:
                 raise ValueError(f"an assignment for steps {assignment.key} that were not observed")
             row = StageAssignment.prepare(assignment, self._topology.stage, instructions)
+            if self.overlap is not None:
+                self.overlap.check(row)
+            elif row.overlapped:
+                self._warn_once(
+                    "overlap",
+                    f"the plan {assignment.name!r} overlaps communication, which this job does not "
+                    f"do; sequential instead (overlap.enabled turns it on)",
+                )
             kept = [r for r in self._rows if r.assignment.key != assignment.key]
             previous = [r for r in self._rows if r.assignment.key == assignment.key][-1:]
             self._rows = (*kept, *previous, row)
@@ -406,12 +420,15 @@ class Coordinator:
             self._controller.stop_sampling()
         self._sampling = wanted
 
+    def _warn_steps(self, key: str, text: str) -> None:
+        microbatches, _, shape = key.partition(":")
+        described = f"{microbatches} microbatches" + (f" of shape {shape}" if shape else "")
+        self._warn_once(key, f"steps of {described}: {text}")
+
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            microbatches, _, shape = key.partition(":")
-            described = f"{microbatches} microbatches" + (f" of shape {shape}" if shape else "")
-            self._log.warning("kareus-pp: steps of %s: %s", described, text)
+            self._log.warning("kareus-pp: %s", text)
 
 
 def _share(value: float | None, share: float) -> float | None:

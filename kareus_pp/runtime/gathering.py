@@ -27,6 +27,7 @@ class Gathered:
         source: Source of their energy readings.
         scope: Scope of their energy readings.
         warning: Why the schedule lacks the waits of blocking exchanges; empty where it has them.
+        overlaps: For every stage the overlap settings to try; none where its copies differ.
     """
 
     schedule: Schedule
@@ -35,6 +36,7 @@ class Gathered:
     source: Source
     scope: str
     warning: str = ""
+    overlaps: tuple[tuple[tuple[str, str], ...], ...] = ()
 
 
 def gather_schedule(store: Store, topology: Topology, key: str) -> Gathered | None:
@@ -84,6 +86,12 @@ def gather_schedule(store: Store, topology: Topology, key: str) -> Gathered | No
         source=Source(streams[0].source),
         scope=streams[0].scope,
         warning=warning,
+        overlaps=tuple(
+            row.overlaps
+            if all(s.overlaps == row.overlaps for s in streams if s.stage == row.stage)
+            else ()
+            for row in rows
+        ),
     )
 
 

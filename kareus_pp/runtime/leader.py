@@ -216,7 +216,10 @@ class Leader:
         path = self._config.output / "runs.json"
         save_runs(self._runs, path)
         self._solver.submit(
-            "design", runs=str(path), profiling=self._config.profiling.model_dump(mode="json")
+            "design",
+            runs=str(path),
+            profiling=self._config.profiling.model_dump(mode="json"),
+            overlaps=self._schedules[self._key].overlaps,
         )
         self._state = _State.DESIGN
 
@@ -312,6 +315,7 @@ class Leader:
             planner=planner,
             plan_out=str(output / f"plan-{gathered.schedule.signature}.json"),
             frontier_out=str(output / f"frontier-{gathered.schedule.signature}.json"),
+            can_overlap=any(gathered.overlaps),
         )
         self._planned.add(key)
         self._key = key

@@ -32,6 +32,7 @@ class Stream:
         source: Source of its energy readings.
         scope: Scope of its energy readings.
         exchanges: Text forms of its exchanges with other stages, separated by spaces.
+        overlaps: Overlap settings that it can be asked to try, each a forward's and a backward's.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class Stream:
     source: str
     scope: str
     exchanges: str = ""
+    overlaps: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from kareus_pp.runtime.boundaries import Boundaries, InlineBoundaries
 from kareus_pp.runtime.coordinator import Coordinator
 from kareus_pp.runtime.events import EventLog
 from kareus_pp.runtime.messages import step_key
+from kareus_pp.runtime.overlap import Executor, OverlapFollower
 from kareus_pp.runtime.steps import StepTracker
 from kareus_pp.runtime.store import LocalStore, Store
 from kareus_pp.runtime.topology import Topology
-from kareus_pp.schedule import Instruction, InstructionClass, Kind
-from kareus_pp.setting import Setting
+from kareus_pp.schedule import InstructionClass, Kind
 from kareus_pp.simulate.gpu_model import Work
 
 
@@ -43,10 +43,6 @@ class Session:
         opened: An opened device; None opens the one that the configuration names.
         boundaries: How device boundaries are found; None for a host that executes the work itself.
             A callable gets the error handler and returns the boundaries.
-
-    Attributes:
-        on_setting: Called with every planned instruction and its setting before it runs; the
-            overlap executor's entry.
 
     Raises:
         DeviceError: The device that the configuration names by name cannot be opened.
@@ -69,7 +65,6 @@ class Session:
         _check_files(config)
         self.config = config
         self.topology = topology
-        self.on_setting: Callable[[Instruction, Setting], None] | None = None
         self._log = logger or logging.getLogger("kareus_pp")
         self._opened = opened or open_controller(
             config, stage=topology.stage, local_rank=topology.local_rank, work=work
@@ -82,6 +77,7 @@ class Session:
         self._mark = self._boundaries.mark
         self._classes: dict[tuple[Kind, int], InstructionClass] = {}
         self._tracker: StepTracker | None = None
+        self._overlap: OverlapFollower | None = None
         self._step = 0
         self._closed = False
         self.events = EventLog(config.output, topology.rank)
@@ -116,17 +112,34 @@ class Session:
         """Joules of this rank's GPU over all steps whose energy was read, and their number."""
         return self._coordinator.energy_read
 
+    def follow_overlap(self, executor: Executor) -> None:
+        """Hand the overlap settings of plans to an executor from the next step on.
+
+        The session closes it with itself. Every rank of a tensor-parallel group does this before
+        the same step.
+
+        Args:
+            executor: An executor with the blocks of this rank attached.
+        """
+        self._overlap = OverlapFollower(executor, self.topology.stage)
+        self._coordinator.overlap = self._overlap
+
     def step_begin(self, microbatches: int, shape: str = "") -> None:
         """A training step begins; evaluation is not a step."""
-        if self._coordinator.down:
-            return
+        row = None
         try:
-            key = step_key(microbatches, shape)
-            row = self._coordinator.row_for(self._step, key)
-            self._tracker = StepTracker(self._step, key, row, self._controller.request)
-            self._mark(self._tracker.on_start)
+            if not self._coordinator.down:
+                key = step_key(microbatches, shape)
+                row = self._coordinator.row_for(self._step, key)
+                self._tracker = StepTracker(self._step, key, row, self._controller.request)
+                self._mark(self._tracker.on_start)
         except Exception as error:
             self._fail(error)
+        if self._overlap is not None:
+            try:
+                self._overlap.step_begin(row)
+            except Exception as error:
+                self._fail(error)
 
     def instruction_begin(
         self, kind: Kind, microbatch: int, chunk: int = 0, communicates: bool = False
@@ -142,15 +155,20 @@ class Session:
         tracker = self._tracker
         if tracker is not None:
             try:
-                setting = tracker.expect(kind, microbatch, chunk, communicates)
-                if setting is not None and self.on_setting is not None:
-                    instruction = Instruction(self.topology.stage, kind, microbatch, chunk)
-                    self.on_setting(instruction, setting)
+                tracker.expect(kind, microbatch, chunk, communicates)
                 self._mark(tracker.on_begin)
             except Exception as error:
                 self._fail(error)
+        overlaps = False
+        if self._overlap is not None:
+            # Where the session has stood down, too: the group has agreed on the whole step.
+            try:
+                overlaps = self._overlap.instruction_begin(kind, microbatch, chunk)
+            except Exception as error:
+                self._fail(error)
         if self._pacer is not None:
-            self._pacer.begin_instruction(self._class_of(kind, chunk))
+            factor = self.config.emulated.overlap_factor if overlaps else 1.0
+            self._pacer.begin_instruction(self._class_of(kind, chunk), factor)
 
     def instruction_end(self) -> None:
         """The instruction that began last has ended on the host."""
@@ -175,6 +193,7 @@ class Session:
 
     def step_end(self) -> None:
         """The training step has ended on the host."""
+        self._end_overlap()
         tracker, self._tracker = self._tracker, None
         if tracker is None:
             return
@@ -193,6 +212,7 @@ class Session:
     def step_abort(self) -> None:
         """An exception of the user's passed through the step: default clocks, nothing recorded."""
         self._tracker = None
+        self._end_overlap()
         self._restore("a step was aborted by an exception")
 
     def suspend(self, reason: str) -> None:
@@ -217,11 +237,20 @@ class Session:
         atexit.unregister(self.close)
         self._tracker = None
         self._boundaries.close()
+        if self._overlap is not None:
+            self._overlap.close()
         self._coordinator.close()
         self._controller.close()
         self.events.close()
         if self.events.error:
             self._log.warning("kareus-pp: %s; the event log is incomplete", self.events.error)
+
+    def _end_overlap(self) -> None:
+        if self._overlap is not None:
+            try:
+                self._overlap.step_end()
+            except Exception as error:
+                self._fail(error)
 
     def _class_of(self, kind: Kind, chunk: int) -> InstructionClass:
         found = self._classes.get((kind, chunk))

@@ -13,10 +13,14 @@ from typing import Any
 from kareus_pp.config import PlannerConfig, ProfilingConfig
 from kareus_pp.errors import KareusError
 from kareus_pp.measure import ExperimentDesign, learn
+from kareus_pp.measure.overlap_design import overlap_plan
+from kareus_pp.measure.overlap_design import overlaps as runs_overlap
 from kareus_pp.measure.runs_file import load_runs
-from kareus_pp.planner import PlannerOptions, frontier, plan
+from kareus_pp.planner import PlannerOptions
+from kareus_pp.planner.families import families, plan_among
 from kareus_pp.profile import Profile
 from kareus_pp.schedule import Schedule
+from kareus_pp.setting import OverlapSetting
 from kareus_pp.target import parse_target
 
 _PARENT_CHECK_S = 2.0
@@ -28,8 +32,10 @@ class _Solver:
     def __init__(self) -> None:
         self._design: ExperimentDesign | None = None
 
-    def design(self, runs: str, profiling: dict[str, Any]) -> dict[str, Any]:
-        """The next frequency plan to try, as text; None when enough is known."""
+    def design(
+        self, runs: str, profiling: dict[str, Any], overlaps: list[list[list[str]]]
+    ) -> dict[str, Any]:
+        """The next plan to try, as text, frequencies before overlap; None when enough is known."""
         recorded = load_runs(Path(runs))
         if self._design is None:
             self._design = ExperimentDesign(
@@ -38,7 +44,16 @@ class _Solver:
                 ProfilingConfig.model_validate(profiling),
                 recorded.blocking_power_w,
             )
-        settings = self._design.next_plan(recorded)
+        sequential = tuple(run for run in recorded.runs if not runs_overlap(run.settings))
+        settings = self._design.next_plan(recorded.with_runs(sequential))
+        if settings is None:
+            candidates = [
+                [(OverlapSetting.parse(f), OverlapSetting.parse(b)) for f, b in row]
+                for row in overlaps
+            ]
+            done = len(recorded.runs) - len(sequential)
+            grid = self._design.grid_mhz()
+            settings = overlap_plan(recorded.schedule, grid, candidates, done)
         if settings is None:
             return {"settings": None}
         return {"settings": [" ".join(map(str, row)) for row in settings]}
@@ -60,13 +75,19 @@ class _Solver:
         planner: dict[str, Any],
         plan_out: str,
         frontier_out: str,
+        can_overlap: bool = True,
     ) -> dict[str, Any]:
         """Plan for a target, write the plan and a small frontier."""
         options = PlannerOptions.from_config(PlannerConfig.model_validate(planner))
         known, order = Profile.load(profile), Schedule.load(schedule)
-        made = plan(order, known, parse_target(target), options)
+        if not can_overlap:
+            # The profile may come from a job that could; this one would run something else.
+            known = families(known)[0]
+        made, swept = plan_among(
+            order, known, parse_target(target), options, int(planner["points"])
+        )
         made.save(plan_out)
-        frontier(order, known, points=int(planner["points"]), options=options).save(frontier_out)
+        swept.save(frontier_out)
         return {"time_s": made.time_s, "energy_j": made.energy_j, "gap": made.gap}
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from kareus_pp.device.base import DEFAULT_CLOCK
 from kareus_pp.exchanges import Exchange
 from kareus_pp.runtime.messages import Assignment
 from kareus_pp.schedule import Instruction, Kind
 from kareus_pp.setting import Setting
+
+Place = tuple[Kind, int, int]
+"""Kind, microbatch and chunk: an instruction of a known stage."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class StageAssignment:
     """
 
     assignment: Assignment
-    expected: tuple[tuple[Kind, int, int], ...]
+    expected: tuple[Place, ...]
     settings: tuple[Setting, ...]
     words: tuple[int, ...]
 
@@ -43,6 +47,12 @@ class StageAssignment:
             settings,
             clock_words(instructions, settings),
         )
+
+    @cached_property
+    def overlapped(self) -> dict[Place, Setting]:
+        """The settings that are not sequential, by their instruction."""
+        pairs = zip(self.expected, self.settings, strict=True)
+        return {place: setting for place, setting in pairs if not setting.overlap.is_sequential}
 
 
 def clock_words(

@@ -94,6 +94,8 @@ def equality(
         tamper: Called with the executor: negative controls.
     """
     megatron_cpu.layout()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     settings_of_model = megatron_cpu.config(dtype, **(changes or {}))
     gpt = megatron_cpu.model(settings_of_model, position)
     (data,) = megatron_cpu.batches(1, batch, mask=mask)
@@ -111,9 +113,17 @@ def equality(
                 executor.set_next(phase, chosen)
                 wanted += expected_launches(executor.blocks[0].programs[phase], chosen)
             errors.append(megatron_cpu.relative_error(_step(gpt, data), reference))
-        return _row(case, max(errors), executor, choose, wanted)
+        row = _row(case, max(errors), executor, choose, wanted)
+        return {**row, "compiled": _compiled()}
     finally:
         executor.close()
+
+
+def _compiled() -> int | None:
+    """Functions that torch.compile compiled since the case began; None where it is switched off."""
+    if torch._dynamo.config.disable:
+        return None
+    return int(torch._dynamo.utils.counters["frames"]["ok"])
 
 
 def _attach(model: Any, levels: Sequence[int] = ()) -> OverlapExecutor:

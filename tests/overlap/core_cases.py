@@ -161,6 +161,30 @@ def agreement(wish: str) -> list[Any]:
     return [answers, executed["forward", "split"], executed.get(("forward", "sequential"), 0)]
 
 
+def skipped_step() -> tuple[list[int], list[Any], float]:
+    """Hooks while observing, then with, without and with overlap; what was executed."""
+    module, value = block(), sample()
+    wanted = step(module, value)
+    executor = generic.attach(module, dist.group.WORLD)
+    step(module, value)
+    set_both(executor, SPLIT)
+
+    def count() -> int:
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+
+    hooks, worst = [count()], 0.0
+    for number, overlaps in enumerate((True, False, True)):
+        if overlaps:
+            assert executor.begin_step(number, [SPLIT])
+        else:
+            executor.skip_step(number)
+        worst = max(worst, error(step(module, value), wanted))
+        hooks.append(count())
+    executed = sorted(executor.executed.items())
+    executor.close()
+    return hooks, executed, worst
+
+
 def communicators() -> tuple[list[int], float, bool]:
     """Which level serves a number of SMs, and that other communicators give the same result."""
     pool = generic.group_pool(dist.group.WORLD, (8, 2, 4))
@@ -183,9 +207,9 @@ def communicators() -> tuple[list[int], float, bool]:
     raise AssertionError("a level of 0 SMs was accepted")
 
 
-def soak(steps: int) -> dict[str, Any]:
+def soak(steps: int, device: torch.device | str = "cpu") -> dict[str, Any]:
     """Random settings and injected exceptions: nothing may pile up."""
-    module, value = block(), sample()
+    module, value = block().to(device), sample().to(device)
     wanted = step(module, value)
     executor = generic.attach(module, dist.group.WORLD)
     step(module, value)

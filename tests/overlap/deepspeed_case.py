@@ -5,15 +5,23 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+import time
+from collections import Counter
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from kareus_pp.errors import OverlapError
 from kareus_pp.overlap.executor import OverlapExecutor
-from kareus_pp.setting import Launch, OverlapSetting
+from kareus_pp.plan import Plan
+from kareus_pp.schedule import Kind, Schedule
+from kareus_pp.setting import SEQUENTIAL, Launch, OverlapSetting, Setting
+from tests.overlap.cases import expected_launches
+from tests.overlap.negative import log
 
 HIDDEN, HEADS, SEQUENCE, VOCABULARY = 16, 4, 6, 32
 
@@ -91,6 +99,8 @@ def _engine(group: Any, interval: int, reentrant: bool, zero: int, bias: bool) -
             "zero_optimization": {"stage": zero},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10_000,
+            # Attached where a case says so, not whenever the integration was imported.
+            "kareus": {"enabled": False},
         },
     )
     return engine, module
@@ -103,6 +113,22 @@ def _batches(steps: int) -> Any:
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+def _setup(asynchronous: bool = False) -> Any:
+    """Set DeepSpeed up; returns the tensor-parallel group of this rank."""
+    # DeepSpeed compiles a small operator; other versions of it compile another of the same name.
+    os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(
+        tempfile.gettempdir(), f"torch-extensions-deepspeed-{metadata.version('deepspeed')}"
+    )
+    import deepspeed
+    from deepspeed.module_inject.layers import TensorParallel_Layer, set_autotp_mode
+
+    deepspeed.init_distributed("gloo")
+    set_autotp_mode(training=True)
+    TensorParallel_Layer.tp_overlap_comm = asynchronous
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return groups[dist.get_rank() // 2]
+
+
 def train(
     case: str,
     interval: int = 0,
@@ -112,19 +138,10 @@ def train(
     steps: int = 4,
 ) -> dict[str, Any]:
     """Parameters after steps of SGD against those without overlap; float32, as DeepSpeed needs."""
-    # DeepSpeed compiles a small operator; other versions of it compile another of the same name.
-    os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(
-        tempfile.gettempdir(), f"torch-extensions-deepspeed-{metadata.version('deepspeed')}"
-    )
+    group = _setup(asynchronous)
     import deepspeed
-    from deepspeed.module_inject.layers import TensorParallel_Layer, set_autotp_mode
     from kareus_pp.integrations import overlap_deepspeed
 
-    deepspeed.init_distributed("gloo")
-    set_autotp_mode(training=True)
-    TensorParallel_Layer.tp_overlap_comm = asynchronous
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    group = groups[dist.get_rank() // 2]
     results = []
     for overlapped in (False, True):
         # DeepSpeed's asynchronous layer has the wrong gradient of the bias for three dimensions.
@@ -171,3 +188,199 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpoint, not re-entrant": {"interval": 1, "reentrant": False},
     "ZeRO-1": {"zero": 1},
 }
+
+
+# Case: words that its reason must have.
+REFUSALS = {
+    "": "",
+    "tensor parallel 1": "tensor parallel size is 1",
+    "Domino": "Domino",
+    "mixture of experts": "mixture of experts",
+    "partitioned checkpointing": "partitioned, contiguous and CPU checkpointing",
+    "contiguous checkpointing": "partitioned, contiguous and CPU checkpointing",
+    "CPU checkpointing": "partitioned, contiguous and CPU checkpointing",
+    "seed_layers": "seed_layers",
+    "DualPipeV": "DualPipeV",
+    "ZeRO-3": "ZeRO stage 3",
+}
+_FLAGS = {
+    "partitioned checkpointing": "PARTITION_ACTIVATIONS",
+    "contiguous checkpointing": "CONTIGUOUS_CHECKPOINTING",
+    "CPU checkpointing": "CPU_CHECKPOINT",
+}
+
+
+def refusals() -> dict[str, str]:
+    """Reason against overlap for a module that looks as if a feature were in use, case by case."""
+    group = _setup()
+    from deepspeed.moe.layer import MoE
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+    from kareus_pp.integrations import overlap_deepspeed
+
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    found = {}
+    for case in REFUSALS:
+        module: Any = nn.Sequential(Block(group, True), nn.Linear(HIDDEN, HIDDEN))
+        flag = _FLAGS.get(case)
+        if case == "tensor parallel 1":
+            module[0] = Block(alone, True)
+        elif case == "Domino":
+            name = "deepspeed.runtime.domino.transformer"
+            module.append(type("Layer", (nn.Module,), {"__module__": name})())
+        elif case == "mixture of experts":
+            module.append(type("Experts", (MoE,), {"__init__": nn.Module.__init__})())
+        elif flag is not None:
+            setattr(checkpointing, flag, True)
+        elif case == "seed_layers":
+            module.seed_layers = True
+        elif case == "DualPipeV":
+            module.phase_funcs = []
+        elif case == "ZeRO-3":
+            module[1].weight.ds_id = 0
+        try:
+            found[case] = overlap_deepspeed.refusal(module)
+        finally:
+            if flag is not None:
+                setattr(checkpointing, flag, False)
+    return found
+
+
+def without_tensor_parallel_layers() -> str:
+    """What is said of a module that has none."""
+    from kareus_pp.integrations import overlap_deepspeed
+
+    try:
+        overlap_deepspeed.tensor_parallel_group(nn.Linear(2, 2))
+    except OverlapError as error:
+        return str(error)
+    return ""
+
+
+def refused_training() -> dict[str, Any]:
+    """A module with a Domino layer trains sequentially, as it did, and says why once."""
+    group = _setup()
+    from kareus_pp.integrations import overlap_deepspeed
+
+    messages: list[str] = []
+    losses = []
+    for attached in (False, True):
+        engine, module = _engine(group, interval=0, reentrant=True, zero=0, bias=True)
+        name = "deepspeed.runtime.domino.transformer"
+        module.unused = type("Layer", (nn.Module,), {"__module__": name})()
+        executor = overlap_deepspeed.attach(module) if attached else None
+        data = _batches(2)
+        with log(messages):
+            for _ in range(2):
+                if executor is not None:
+                    executor.set_next("forward", OverlapSetting.parse("mlp@0:0"))
+                losses.append(float(engine.train_batch(data)))
+        if executor is not None:
+            split = executor.executed["forward", "split"] + executor.executed["forward", "observed"]
+            executor.close()
+    return {"equal": losses[:2] == losses[2:], "split": split, "messages": messages}
+
+
+def planned(folder: str, steps: int = 10) -> dict[str, Any]:
+    """A plan file's overlap settings through the session of an engine; every rank calls this.
+
+    Args:
+        folder: For the plan and what the session writes.
+        steps: Steps that overlap on every rank.
+    """
+    group = _setup()
+    from kareus_pp.integrations import deepspeed as integration
+
+    base = Path(folder)
+    engine, module = _engine(group, interval=0, reentrant=True, zero=0, bias=True)
+    data = _batches(0)
+    common = {"device": "emulated", "overlap": {"enabled": True}}
+    first = {**common, "mode": "observe", "output": str(base / "observed")}
+    session = integration.attach(engine, first)
+    limit = time.monotonic() + _LIMIT_S
+    while not _fewest(len(list(base.glob("observed/schedule-*.json")))):
+        engine.train_batch(data)
+        assert time.monotonic() < limit, "nothing was observed"
+    (block,) = session._overlap._executor.blocks
+    plan = _write_plan(base, block.programs, int(engine.stage_id))
+    integration.detach(engine)
+
+    # From the same parameters, on the same data: without overlap, then by the plan.
+    start = [p.detach().clone() for p in module.parameters()]
+    outcomes = []
+    for config in (None, {**common, "plan": str(base / "plan.json"), "output": str(base / "out")}):
+        for parameter, value in zip(module.parameters(), start, strict=True):
+            parameter.data.copy_(value)
+        session = integration.attach(engine, config) if config else None
+        data = _batches(0)
+        number, limit = 0, time.monotonic() + _LIMIT_S
+        wanted = len(outcomes[0][1]) if outcomes else 4 * steps
+        losses = []
+        while number < wanted:
+            losses.append(float(engine.train_batch(data)))
+            number += 1
+            assert time.monotonic() < limit
+        outcomes.append(([p.detach().clone() for p in module.parameters()], losses))
+    (reference, known), (found, losses) = outcomes
+    executor = session._overlap._executor
+    own = dict(
+        zip(plan.schedule.order[engine.stage_id], plan.settings[engine.stage_id], strict=True)
+    )
+    per_step = sum(i.kind is Kind.FORWARD and not s.overlap.is_sequential for i, s in own.items())
+    executed = executor.executed["forward", "split"]
+    expected: Counter[tuple[str, str, int]] = Counter()
+    for instruction, setting in own.items():
+        if not setting.overlap.is_sequential:
+            program = executor.blocks[0].programs[instruction.kind.word]
+            for _ in range(executed // per_step):
+                expected += expected_launches(program, setting.overlap)
+    launches = Counter({k: n for k, n in executor.launches.items() if k[1] != "tail"})
+    row = {
+        "max_rel_error": max(
+            float((a - b).abs().max() / b.abs().max())
+            for a, b in zip(found, reference, strict=True)
+        ),
+        "loss_error": max(abs(a - b) for a, b in zip(losses, known, strict=True)),
+        "whole_steps": executed % per_step == 0,
+        "overlapped_steps": executed // per_step,
+        "different": len(set(own.values())),
+        "launches_as_planned": launches == expected,
+        "reasons": dict(executor.reasons),
+    }
+    integration.detach(engine)
+    return row
+
+
+_LIMIT_S = 100.0
+
+
+def _fewest(value: int) -> int:
+    everywhere = torch.tensor(value)
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    return int(everywhere)
+
+
+def _write_plan(base: Path, programs: Any, stage: int) -> Plan:
+    """Another setting on every instruction; the microbatch 1 stays whole."""
+    schedule = Schedule.load(next(base.glob("observed/schedule-*.json")))
+    chooser = random.Random(stage)
+    row = tuple(
+        Setting(
+            (1410, 1200, 1005)[number % 3],
+            SEQUENTIAL
+            if instruction.microbatch == 1
+            else OverlapSetting(
+                tuple(
+                    Launch(p.kind, chooser.randrange(len(p.slots)))
+                    for p in programs[instruction.kind.word].partitions
+                )
+            ),
+        )
+        for number, instruction in enumerate(schedule.order[stage])
+    )
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, (stage, row))
+    plan = Plan(schedule, tuple(found for _, found in sorted(dict(rows).items())))
+    if dist.get_rank() == 0:
+        plan.save(base / "plan.json")
+    dist.barrier()
+    return plan

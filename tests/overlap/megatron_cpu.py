@@ -15,6 +15,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def setup() -> None:
     torch.cuda.nvtx.range_push = lambda *_: 0  # type: ignore[assignment]
     torch.cuda.nvtx.range_pop = lambda *_: 0  # type: ignore[assignment]
     _CudaToCpu().__enter__()
-    if importlib.util.find_spec("triton") is None:
+    if importlib.util.find_spec("triton") is None and _imports_triton():
         _stub_triton()
     from megatron.core.tensor_parallel import random as megatron_random
 
@@ -65,6 +66,15 @@ def setup() -> None:
         megatron_random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         megatron_random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
         megatron_random.fp8_autocast = lambda **_: contextlib.nullcontext()
+
+
+def _imports_triton() -> bool:
+    """Whether this Megatron-Core cannot be imported without triton; 0.16 can."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.origin is not None
+    package = Path(spec.origin).parent
+    return "import triton" in (package / "transformer/moe/moe_layer.py").read_text()
 
 
 def _stub_triton() -> None:

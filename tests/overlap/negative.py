@@ -234,11 +234,11 @@ def fallback(case: str) -> tuple[list[str], list[str], bool, bool]:
 
     wanted = outcome()
     messages: list[str] = []
-    with _log(messages), _pretended(block, case):
+    with log(messages), _pretended(block, case):
         executor = cases._attach(model.gpt)
     try:
         _set(executor)
-        with _log(messages):
+        with log(messages):
             results = [outcome() for _ in range(3)]
         split = any(how != "sequential" for _, how in executor.executed)
         equal = all(
@@ -273,7 +273,8 @@ def _pretended(block: Any, case: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _log(messages: list[str]) -> Iterator[None]:
+def log(messages: list[str]) -> Iterator[None]:
+    """Collect what overlap logs."""
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("kareus_pp.overlap")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from kareus_pp.setting import SEQUENTIAL, OverlapSetting
 from tests.overlap import megatron_cpu
@@ -19,6 +21,7 @@ SPLIT = OverlapSetting.parse("attention@1:0,mlp@1:0")
 def overhead(repeats: int) -> list[dict[str, Any]]:
     """Microseconds per layer: unmodified, attached but sequential, halves, overlapped."""
     megatron_cpu.layout()
+    gc.disable()
     gpt = megatron_cpu.model(megatron_cpu.config(torch.float32, num_layers=LAYERS))
     block = gpt.decoder
     (data,) = megatron_cpu.batches(1, 4)
@@ -27,6 +30,7 @@ def overhead(repeats: int) -> list[dict[str, Any]]:
 
     def once(*parts: slice) -> Times:
         leaves = [hidden[:, part].contiguous().requires_grad_() for part in parts]
+        dist.barrier()
         marks = [_now()]
         outputs = [block(hidden_states=x, attention_mask=data["attention_mask"]) for x in leaves]
         marks.append(_now())
@@ -52,20 +56,34 @@ def overhead(repeats: int) -> list[dict[str, Any]]:
 
         return run
 
-    # Alternating, so that both see the same machine.
+    # Alternating, and each after a run of its own kind, so that all see the same machine.
     times: dict[str, list[Times]] = {}
-    for _ in range(repeats):
-        for name, run in (("unmodified", lambda: once(*whole)), ("halves", lambda: once(*halves))):
-            times.setdefault(name, []).append(run())
+    for number in range(repeats):
+        for name, parts in (("unmodified", whole), ("halves", halves)):
+            once(*parts)
+            times.setdefault(name, []).append(once(*parts))
         executor = overlap_megatron.attach(gpt)
         once(*whole)
-        for name, setting in (("sequential", SEQUENTIAL), ("overlapped", SPLIT)):
+        for name, setting in (
+            ("overlapped", SPLIT),
+            ("sequential in a step that overlaps", SEQUENTIAL),
+            ("sequential", SEQUENTIAL),
+        ):
+            if name == "sequential":
+                executor.skip_step(2 * number + 1)
+            elif name == "overlapped":
+                assert executor.begin_step(2 * number, [SPLIT])
             run = attached(setting)
             run()
             times.setdefault(name, []).append(run())
         executor.close()
+        gc.collect()
     rows = []
-    for name, base in (("sequential", "unmodified"), ("overlapped", "halves")):
+    for name, base in (
+        ("sequential", "unmodified"),
+        ("sequential in a step that overlaps", "unmodified"),
+        ("overlapped", "halves"),
+    ):
         row: dict[str, Any] = {"case": name, "against": base}
         for key in times[name][0]:
             ours, theirs = (min(t[key] for t in times[who]) for who in (name, base))
@@ -73,6 +91,7 @@ def overhead(repeats: int) -> list[dict[str, Any]]:
             row[f"{label}, added us per layer"] = round(1e6 * (ours - theirs) / LAYERS, 1)
             row[f"{label}, ratio"] = round(ours / theirs, 3)
         rows.append(row)
+    gc.enable()
     return rows
 
 

@@ -20,13 +20,12 @@ from tests.overlap.cases import expected_launches
 Plan = Mapping[Instruction, Setting]
 
 
-class _Job:
+class Job:
     """The chunks of a rank and its schedule."""
 
     def __init__(self, virtual: int | None, microbatches: int, dtype: torch.dtype) -> None:
         megatron_cpu.layout(tensor=2, pipeline=2, virtual=virtual)
         from megatron.core import parallel_state
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         config = megatron_cpu.config(dtype, num_layers=4, deallocate_pipeline_outputs=True)
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -35,14 +34,15 @@ class _Job:
             megatron_cpu.model(config, vp_stage=chunk if virtual else None)
             for chunk in range(virtual or 1)
         ]
-        self.schedule = get_forward_backward_func()
 
     def step(self, seed: int) -> dict[str, torch.Tensor]:
         """One iteration; losses of the last stage and all gradients."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
         for chunk in self.chunks:
             for parameter in chunk.parameters():
                 parameter.grad = None
-        losses = self.schedule(
+        losses = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=[
                 megatron_cpu.batches(self.microbatches, 4, seed=seed) for _ in self.chunks
@@ -72,7 +72,7 @@ def _forward_step(data: Iterator[Any], model: Any) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def told(job: _Job, executor: OverlapExecutor, plan: Plan) -> Iterator[list[Instruction]]:
+def told(job: Job, executor: OverlapExecutor, plan: Plan) -> Iterator[list[Instruction]]:
     """Tell the executor the setting of every instruction that Megatron's schedule executes."""
     from megatron.core.pipeline_parallel import schedules
 
@@ -124,7 +124,7 @@ def pipeline(
         dtype: Data type.
         sequential_share: Share of microbatches that run sequentially.
     """
-    job = _Job(virtual, microbatches, dtype)
+    job = Job(virtual, microbatches, dtype)
     from kareus_pp.integrations import overlap_megatron
 
     references = [job.step(step) for step in range(steps)]
@@ -154,8 +154,8 @@ def pipeline(
         return {
             "case": case,
             "version": f"megatron-core {megatron_cpu.version()}",
-            "max_rel_error": _largest(error),
-            "loss_error": _largest(loss_error),
+            "max_rel_error": largest(error),
+            "loss_error": largest(loss_error),
             "slots_hit": f"{len(launches)}/{len(wanted)}",
             "all_slots_hit": True,
             "launches_as_planned": launches == wanted,
@@ -165,14 +165,15 @@ def pipeline(
         executor.close()
 
 
-def _largest(value: float) -> float:
+def largest(value: float) -> float:
+    """The largest value over all ranks."""
     everywhere = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
     return float(everywhere)
 
 
 def _plan(
-    job: _Job, executor: OverlapExecutor, step: int, sequential_share: float
+    job: Job, executor: OverlapExecutor, step: int, sequential_share: float
 ) -> dict[Instruction, Setting]:
     """A random setting for every instruction, the same on the ranks of a tensor-parallel group."""
     chooser = random.Random(1000 * step + job.stage)

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from examples.demo import remove_shared_memory
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 
 
 class Ranks:

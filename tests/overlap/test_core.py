@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from kareus_pp.errors import OverlapError
+from kareus_pp.overlap.agreement import Agreement
 from kareus_pp.overlap.communicators import check_grids, launched_grids
 from kareus_pp.overlap.partitions import (
     Partition,
@@ -49,6 +51,15 @@ def test_forward_and_backward_that_differ_still_give_the_gradient(two_ranks: Ran
         assert ("backward", "split") not in executed
 
 
+def test_only_the_slots_in_use_are_hooked(two_ranks: Ranks) -> None:
+    for (every, first, second, third), executed, error in two_ranks.run(core_cases.skipped_step):
+        assert every > first == third > 0
+        assert second == 0
+        assert dict(executed)["forward", "split"] == 2
+        assert dict(executed)["forward", "sequential"] == 1
+        assert error <= 1e-12
+
+
 @pytest.mark.parametrize("wish", ["agree", "differ", "late"])
 def test_ranks_agree_or_all_refuse(two_ranks: Ranks, wish: str) -> None:
     """Rule 28: all ranks of a communicator take the same option."""
@@ -57,6 +68,31 @@ def test_ranks_agree_or_all_refuse(two_ranks: Ranks, wish: str) -> None:
         assert answers == [True, second, True, True]
         assert split == 3 + second
         assert sequential == 1 - second
+
+
+def test_a_rank_that_declines_makes_the_others_refuse_at_once() -> None:
+    store = HashStore()
+    one, other = (Agreement(store, "group", rank, 2, timeout_s=60.0) for rank in range(2))
+    other.decline(0)
+    assert not one.agree(0, ["split"])
+    for step in (1, 2, 3):
+        one.decline(step)
+        other.decline(step)
+    assert not store.check(["kareus/overlap/group/0/decision"]), "what is past is deleted"
+    assert not store.check(["kareus/overlap/group/0/0"])
+    assert not store.check(["kareus/overlap/group/0/1"])
+
+
+def test_a_rank_that_never_answers_is_given_up() -> None:
+    """A job whose other rank is without the plugin is not held up at every step."""
+    store = HashStore()
+    alone = Agreement(store, "group", 0, 2, timeout_s=0.01)
+    for step in range(3):
+        assert not alone.agree(step, ["split"])
+    assert store.get("kareus/overlap/group/2/decision") == b"refused"
+    assert not alone.agree(3, ["split"])
+    assert store.get("kareus/overlap/group/3/0") == b"declined"
+    assert not store.check(["kareus/overlap/group/3/decision"]), "it did not wait"
 
 
 def test_communicators_by_number_of_sms(two_ranks: Ranks) -> None:

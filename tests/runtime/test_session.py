@@ -142,15 +142,20 @@ def test_a_failing_hook_restores_default_clocks_and_training_goes_on(
     schedule = build_1f1b(2, 4)
     striped_plan(schedule).save(tmp_path / "plan.json")
 
-    def broken(*_: object) -> None:
-        raise RuntimeError("the executor broke")
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            def broken(*_: object) -> None:
+                if name != "close":
+                    raise RuntimeError("the executor broke")
+
+            return broken
 
     with (
         caplog.at_level(logging.WARNING, "kareus_pp"),
         make_pipeline(schedule, tmp_path, plan=str(tmp_path / "plan.json")) as pipeline,
     ):
         pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions))
-        pipeline.sessions[failing].on_setting = broken
+        pipeline.sessions[failing].follow_overlap(Broken())
         pipeline.steps_until(lambda: all(s.standing_down for s in pipeline.sessions))
         pipeline.step()
         requested = [s._controller.applied().mhz for s in pipeline.sessions]
