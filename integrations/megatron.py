@@ -199,7 +199,7 @@ class _Hooks:
             session.step_begin(
                 kwargs["num_microbatches"], f"{kwargs['micro_batch_size']}x{kwargs['seq_length']}"
             )
-            self._exchanges = original.__name__ == _INTERLEAVED
+            self._exchanges = original.__name__ == _INTERLEAVED and session.observes
             self.training = True
             try:
                 result = original(*args, **kwargs)

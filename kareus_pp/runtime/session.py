@@ -181,8 +181,15 @@ class Session:
             except Exception as error:
                 self._fail(error)
 
+    @property
+    def observes(self) -> bool:
+        """Whether the present step follows no settings, so that its exchanges may be needed."""
+        return self._tracker is not None and self._tracker.row is None
+
     def exchange(self, messages: str, blocking: bool = True) -> None:
         """The stage hands over messages to other stages, and takes messages of theirs.
+
+        Needed in steps that are observed; elsewhere it may be left out.
 
         Args:
             messages: `N`, `P`, `n` and `p` as in `kareus_pp.exchanges.Exchange`.

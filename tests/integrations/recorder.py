@@ -14,6 +14,8 @@ from kareus_pp.schedule import Instruction, Kind
 class Recorder:
     """Has the session's calls and notes them."""
 
+    observes = True
+
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.steps: list[list[str]] = []
