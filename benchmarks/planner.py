@@ -39,6 +39,7 @@ def _sections(
         ),
         "noise": lambda: planner_studies.noise(3 if fast else 20),
         "switches": lambda: planner_studies.switches(limit(1.0 if fast else 5.0)),
+        "splitting": lambda: planner_studies.splitting(limit(1.0 if fast else 8.0)),
         "savings": lambda: planner_studies.savings(limit(0.0 if fast else 2.0)),
     }
 

@@ -12,6 +12,7 @@ import numpy as np
 from kareus_pp.profile import Profile
 from kareus_pp.profile_csv import load_any_profile
 from kareus_pp.schedule import InstructionClass
+from kareus_pp.setting import OverlapSetting
 
 # Blocking power of a waiting GPU in watts, from the README of the data.
 BLOCKING_W = {"a100_sxm": 83.64, "a40": 70.38}
@@ -54,6 +55,25 @@ def deeper(profile: Profile, stages: int, spread: float, seed: int) -> Profile:
                     replace(o, time_s=o.time_s * factor, energy_j=o.energy_j * factor) for o in own
                 )
     return replace(profile, options=options, blocking_power_w=profile.blocking_power_w[:1] * stages)
+
+
+def with_assumed_overlap(profile: Profile) -> Profile:
+    """The profile with an overlapped option at every clock, whose cost is assumed."""
+    setting = OverlapSetting.parse("mlp@0:0")
+    options = {}
+    for cls, own in profile.options.items():
+        clocks = [o.setting.clock_mhz or 0 for o in own]
+        low, span = min(clocks), max(clocks) - min(clocks) or 1
+        options[cls] = own + tuple(
+            replace(
+                o,
+                setting=o.setting._replace(overlap=setting),
+                time_s=o.time_s * (1 - 0.1 * height),
+                energy_j=o.energy_j * (1.06 - 0.03 * height),
+            )
+            for o, height in zip(own, [(clock - low) / span for clock in clocks], strict=True)
+        )
+    return replace(profile, options=options)
 
 
 def noisy(profile: Profile, noise: float, seed: int) -> Profile:

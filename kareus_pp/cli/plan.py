@@ -16,6 +16,7 @@ from kareus_pp.builders import P2P_MODES, SCHEDULE_NAMES, build_schedule
 from kareus_pp.errors import ConfigError, TargetError
 from kareus_pp.plan import Plan
 from kareus_pp.planner import Planner, PlannerOptions, undominated
+from kareus_pp.planner.splitting import without_overlap
 from kareus_pp.planner.warmup import compile_loops
 from kareus_pp.profile import Profile
 from kareus_pp.profile_csv import fit_to_schedule, load_any_profile
@@ -103,7 +104,8 @@ def plan(
         stage_clocks_mhz=_stage_clocks(stage_clocks),
         smoothing=smoothing,  # type: ignore[arg-type]
     )
-    compile_s = compile_loops(options.solver)
+    overlaps = loaded != without_overlap(loaded)
+    compile_s = compile_loops(options.solver, overlaps)
     began = time.perf_counter()
     planner = Planner(planned, loaded, options)
     count = points if points is not None else (10 if chosen is None else 1)

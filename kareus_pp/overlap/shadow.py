@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from torch import nn
 
+Submodules = dict[str, nn.Module | None]
+
 
 class ShadowTree:
     """The shadow of a module and all modules below it.
@@ -23,7 +25,7 @@ class ShadowTree:
         self._source = module
         self._hidden = hidden
         self._pairs: dict[int, tuple[nn.Module, nn.Module]] = {}
-        self._fresh: set[int] = set()
+        self._fresh: dict[int, tuple[nn.Module, nn.Module, Submodules, Submodules]] = {}
         self.root = self.refresh()
 
     def of(self, module: nn.Module) -> nn.Module:
@@ -32,11 +34,23 @@ class ShadowTree:
 
     def refresh(self) -> nn.Module:
         """Take over the present attributes and submodules of every module; returns the root."""
-        self._fresh.clear()
-        root = self._mirror(self._source)
+        if not self._fresh or not self._copied():
+            self._fresh.clear()
+            self.root = self._mirror(self._source)
         for name in self._hidden:
-            root.__dict__.pop(name, None)
-        return root
+            self.root.__dict__.pop(name, None)
+        return self.root
+
+    def _copied(self) -> bool:
+        """Take over attributes as long as the tree is the one that was mirrored; it mostly is."""
+        for module, shadow, known, mirrored in self._fresh.values():
+            if module._modules != known or type(shadow) is not type(module):
+                return False
+            attributes = shadow.__dict__
+            attributes.clear()
+            attributes.update(module.__dict__)
+            attributes["_modules"] = mirrored.copy()
+        return True
 
     def _mirror(self, module: nn.Module) -> nn.Module:
         _, shadow = self._pairs.get(id(module), (None, None))
@@ -45,12 +59,13 @@ class ShadowTree:
             # The pair keeps the module alive, so that its id stays its own.
             self._pairs[id(module)] = (module, shadow)
         if id(module) not in self._fresh:
-            self._fresh.add(id(module))
+            known: Submodules = dict(module._modules)
+            mirrored: Submodules = {}
+            self._fresh[id(module)] = (module, shadow, known, mirrored)
             attributes = shadow.__dict__
             attributes.clear()
             attributes.update(module.__dict__)
-            attributes["_modules"] = {
-                name: None if child is None else self._mirror(child)
-                for name, child in module._modules.items()
-            }
+            for name, child in known.items():
+                mirrored[name] = None if child is None else self._mirror(child)
+            attributes["_modules"] = mirrored.copy()
         return shadow

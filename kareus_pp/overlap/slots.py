@@ -21,22 +21,26 @@ class SlotHooks:
 
     Args:
         block: The block; its submodules' names are the names of the boundaries.
+
+    Attributes:
+        installed: Whether the boundaries that matter are hooked; that may be none of them.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._handles: list[Any] = []
         self._events: frozenset[str] | None = None
+        self.installed = False
 
     def install(self, events: frozenset[str] | None = None) -> None:
         """Hook the boundaries of some events, as `f:layers.0.mlp`; None: all.
 
         A module with hooks is slower to call, by more than the hook itself takes.
         """
-        if self._handles and events == self._events:
+        if self.installed and events == self._events:
             return
         self.remove()
-        self._events = events
+        self._events, self.installed = events, True
         for name, module in self._block.named_modules():
             if not name:
                 continue
@@ -48,16 +52,12 @@ class SlotHooks:
                 after = partial(_after_forward, backward)
                 self._handles.append(module.register_forward_hook(after))
 
-    @property
-    def installed(self) -> bool:
-        """Whether the boundaries are hooked."""
-        return bool(self._handles)
-
     def remove(self) -> None:
         """Take all hooks away."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.installed = False
 
 
 def _before_forward(event: str, module: nn.Module, args: Any) -> None:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
-from kareus_pp.errors import PlanError
-from kareus_pp.evaluate import FREE_SWITCHES, evaluate
-from kareus_pp.plan import Frontier, Plan, Settings
-from kareus_pp.planner.engine import QUICK, Engine, Solution
-from kareus_pp.planner.grouping import make_engine
+from kareus_pp.errors import PlanError, TargetError
+from kareus_pp.plan import Frontier, Plan
+from kareus_pp.planner.engine import QUICK
+from kareus_pp.planner.fixed import FixedPlanner, relative_gap
 from kareus_pp.planner.linear import usable_solver
 from kareus_pp.planner.options import PlannerOptions
-from kareus_pp.planner.problem import Problem, build_problem
+from kareus_pp.planner.problem import Place, Problem
 from kareus_pp.planner.smoothing import smooth
-from kareus_pp.planner.switching import SwitchEngine
-from kareus_pp.planner.targets import solve_target
+from kareus_pp.planner.split_search import SplitSearch
+from kareus_pp.planner.splitting import best, cheaper_split, splittable
 from kareus_pp.profile import Profile
 from kareus_pp.schedule import Schedule
-from kareus_pp.setting import DEFAULT_SETTING, Setting
-from kareus_pp.target import Deadline, PowerCap, Target, format_target
+from kareus_pp.target import (
+    Deadline,
+    LeastEnergy,
+    PowerCap,
+    Slowdown,
+    Straggler,
+    Target,
+    format_target,
+)
+
+# How often which microbatches are split is asked again at the time of the best plan so far, and
+# at how many deadlines of a frontier.
+SPLIT_ROUNDS, SPLIT_SAMPLES = 2, 3
 
 
 def plan(
@@ -75,7 +86,11 @@ def frontier(
 
 
 class Planner:
-    """Answers several questions about one schedule and profile; keeps the linear program warm.
+    """Answers several questions about one schedule and profile; keeps the linear programs warm.
+
+    Where the profile has options that overlap, forward and backward of a microbatch are both split
+    or both whole. Plans are made with none split, with all, and with those that a relaxation in
+    which every instruction chooses freely splits; the best is taken, and that relaxation bounds it.
 
     Args:
         schedule: The schedule, built or recorded.
@@ -91,24 +106,50 @@ class Planner:
     ) -> None:
         self.options = options or PlannerOptions()
         self.options = replace(self.options, solver=usable_solver(self.options.solver))
+        self._schedule, self._profile = schedule, profile
         self.smoothed = smooth(profile, self.options.smoothing)
-        # Options are chosen on the smoothed profile; figures are those of the profile given.
-        smoothed = build_problem(schedule, self.smoothed.profile, self.options)
-        self.problem = replace(smoothed, profile=profile)
-        limited = self.options.max_switches is not None or self.options.min_dwell_s > 0
-        self._engine: Engine | SwitchEngine
-        if limited or self.problem.switch != FREE_SWITCHES:
-            self._engine = SwitchEngine(self.problem, self.options)
-            self._relaxation = self._engine.free
-        else:
-            self._engine = self._relaxation = make_engine(self.problem, self.options)
+        self._splittable = splittable(schedule, self.smoothed.profile, self.options)
+        self._planners: dict[frozenset[Place], FixedPlanner] = {}
+        self._free = self._made(None) if self._splittable else self._for(frozenset())
+
+    def _made(self, split: frozenset[Place] | None) -> FixedPlanner:
+        return FixedPlanner(self._schedule, self._profile, self.smoothed, self.options, split)
+
+    def _for(self, split: frozenset[Place]) -> FixedPlanner:
+        if split not in self._planners:
+            self._planners[split] = self._made(split)
+        return self._planners[split]
+
+    @cached_property
+    def _first(self) -> tuple[FixedPlanner, ...]:
+        """The planners that every question is put to."""
+        if not self._splittable:
+            return (self._free,)
+        planners = [self._for(frozenset()), self._for(self._splittable)]
+        return tuple(dict.fromkeys([*planners, self._for(self._split_at(self._free.shortest_s))]))
+
+    def _split_at(self, time_s: float) -> frozenset[Place]:
+        """The microbatches worth splitting, by the free relaxation at an iteration time."""
+        return cheaper_split(self._free.problem, self._free.prices_w(time_s), self._splittable)
+
+    @cached_property
+    def _search(self) -> SplitSearch:
+        return SplitSearch(self._schedule, self.smoothed.profile, self.options, self._splittable)
+
+    @property
+    def problem(self) -> Problem:
+        """The problem as arrays; where microbatches can be split, with all options of both."""
+        return self._free.problem
 
     @property
     def method(self) -> str:
         """How plans are made, in words."""
         name = "HiGHS" if self.options.solver == "highs" else "CBC"
-        priced = isinstance(self._engine, SwitchEngine)
-        search = "runs of equal clock, annealed" if priced else "rounded and annealed"
+        search = (
+            "runs of equal clock, annealed"
+            if self._free.prices_switches
+            else "rounded and annealed"
+        )
         return f"linear relaxation ({name}), {search}"
 
     @property
@@ -116,28 +157,74 @@ class Planner:
         """Treatment of noise on the profile."""
         return self.smoothed.name
 
-    @property
+    @cached_property
     def shortest_s(self) -> float:
         """Shortest iteration in seconds, overhead included."""
-        return self._engine.shortest_s + self.problem.overhead_s
+        return min(planner.shortest_s for planner in self._first)
 
-    @property
+    @cached_property
     def least_energy_s(self) -> float:
         """Iteration of least total energy in seconds; a longer one only serves a straggler."""
-        return self._engine.longest_useful_s + self.problem.overhead_s
+        times = [planner.least_energy_s for planner in self._first]
+        if len(times) == 1:
+            return times[0]
+        energies = [p.bound_j(time_s) for p, time_s in zip(self._first, times, strict=True)]
+        return min(zip(energies, times, strict=True))[1]
 
-    @property
+    @cached_property
     def longest_useful_s(self) -> float:
         """Iteration beyond which even the energy above the blocking power falls no more."""
-        return max(self._engine.shortest_s, self._relaxation.slowest_s) + self.problem.overhead_s
+        return max(planner.longest_useful_s for planner in self._first)
 
     def plan(self, target: Target, refine_s: float | None = None) -> Plan:
-        """The plan for a target, as `kareus_pp.planner.plan`."""
-        limit = self.options.time_limit_s if refine_s is None else refine_s
-        solution = solve_target(
-            self._engine, self._relaxation, target, limit, self.options.power_cap_w
-        )
-        return self._as_plan(solution, format_target(target))
+        """The plan for a target, as `kareus_pp.planner.plan`.
+
+        Args:
+            target: What to aim at.
+            refine_s: Seconds to go on improving; None: the time limit of the options.
+        """
+        limit_s = self.options.time_limit_s if refine_s is None else refine_s
+        if not self._splittable:
+            return self._free.plan(target, limit_s)
+        asked = target
+        if isinstance(target, Slowdown):
+            asked = Deadline(self.shortest_s * (1 + target.percent / 100))
+        plans: list[Plan] = []
+        fault: TargetError | None = None
+        share_s = limit_s / (len(self._first) + SPLIT_ROUNDS)
+        for planner in self._first:
+            try:
+                plans.append(planner.plan(asked, share_s))
+            except TargetError as error:
+                fault = fault or error
+        if not plans:
+            assert fault is not None
+            raise fault
+        watts, tried = self.problem.static_w, set(self._first)
+        for number in range(SPLIT_ROUNDS):
+            found = best(plans, asked, watts)
+            assert found.time_s is not None
+            end_s = found.time_s
+            if isinstance(asked, Deadline | Straggler):
+                end_s = max(end_s, asked.time_s)
+            for split in (
+                self._split_at(end_s),
+                self._search.improved(found.settings, end_s, share_s / 2, number),
+            ):
+                planner = self._for(split)
+                if planner not in tried:
+                    tried.add(planner)
+                    with contextlib.suppress(TargetError):
+                        plans.append(planner.plan(asked, share_s / 4))
+        return self._bounded(best(plans, asked, watts), format_target(target))
+
+    def _bounded(self, plan: Plan, target: str) -> Plan:
+        """The plan with the bound on all ways of splitting."""
+        assert plan.time_s is not None
+        assert plan.energy_j is not None
+        bound_j = self._free.bound_j(plan.time_s)
+        gap = relative_gap(plan.energy_j, bound_j)
+        return replace(plan, bound_j=bound_j, gap=gap, target=target)
 
     def switch_bound_j(self, deadline_s: float, time_limit_s: float = 10.0) -> float:
         """Energy below which no plan within a deadline can be, clock switches counted.
@@ -152,10 +239,7 @@ class Planner:
         Raises:
             ConfigError: HiGHS is not installed.
         """
-        deadline_s -= self.problem.overhead_s
-        if isinstance(self._engine, SwitchEngine):
-            return self._engine.switch_bound_j(deadline_s, time_limit_s)
-        return self._engine.bound_energy_j(max(deadline_s, self._engine.shortest_s))
+        return self._free.switch_bound_j(deadline_s, time_limit_s)
 
     def sweep(self, points: int, longest_s: float, refine_s: float = 0.0) -> tuple[Plan, ...]:
         """Plans at evenly spaced deadlines from the shortest iteration on, in order of time.
@@ -171,52 +255,33 @@ class Planner:
         """
         if points < 1:
             raise PlanError(f"a frontier of {points} points was asked for; ask for at least 1")
-        first = self._engine.shortest_s
-        cap_w = self.options.power_cap_w
+        first_s, cap_w = self.shortest_s, self.options.power_cap_w
         plans = []
         if cap_w is not None:
             plans.append(self.plan(PowerCap(cap_w), refine_s))
             assert plans[0].time_s is not None
-            first = plans[0].time_s - self.problem.overhead_s
-        last = max(first, longest_s - self.problem.overhead_s)
-        effort = replace(QUICK, refine_s=refine_s)
+            first_s = plans[0].time_s
+        last_s = max(first_s, longest_s)
+        planners = dict.fromkeys(self._first)
+        if self._splittable:
+            for time_s in np.linspace(first_s, last_s, min(points, SPLIT_SAMPLES)).tolist():
+                planners[self._for(self._split_at(time_s))] = None
+        effort = replace(QUICK, refine_s=refine_s / len(planners))
         # Downwards from the longest: the first relaxation is trivial, the others are warm.
-        for deadline in reversed(np.linspace(first, last, points).tolist()):
-            solution = self._engine.solve(deadline, effort)
-            name = format_target(Deadline(deadline + self.problem.overhead_s))
-            plans.append(self._as_plan(solution, name))
+        for deadline_s in reversed(np.linspace(first_s, last_s, points).tolist()):
+            able = [p for p in planners if p.shortest_s <= deadline_s] or [self._shortest]
+            found = [planner.plan_at(deadline_s, effort) for planner in able]
+            chosen = best(found, LeastEnergy(), self.problem.static_w)
+            if self._splittable:
+                chosen = self._bounded(chosen, chosen.target)
+            plans.append(chosen)
         if cap_w is not None:
             plans = [p for p in plans if _power_w(p) <= cap_w]
         return tuple(sorted(plans, key=lambda p: (p.time_s or 0.0, p.energy_j or 0.0)))
 
-    def _as_plan(self, solution: Solution, target: str) -> Plan:
-        problem = self.problem
-        settings = _settings(problem, solution)
-        found = evaluate(problem.schedule, settings, problem.profile, problem.switch)
-        cost = solution.bound_cost_j
-        if self.smoothed.methods:
-            cost = self._given.bound_cost_j(
-                max(self._given.shortest_s, found.time_s - problem.overhead_s)
-            )
-        bound = problem.energy_j(cost, found.time_s)
-        return Plan(
-            problem.schedule,
-            settings,
-            time_s=found.time_s,
-            energy_j=found.energy_j,
-            bound_j=bound,
-            gap=max(0.0, found.energy_j - bound) / bound if bound > 0 else None,
-            target=target,
-            source=problem.profile.device.source,
-            switch_delay_s=problem.switch.delay_s,
-            switch_energy_j=problem.switch.energy_j,
-        )
-
-    @cached_property
-    def _given(self) -> Engine:
-        """The engine of the profile as given, for bounds where planning is on a smoothed one."""
-        problem = build_problem(self.problem.schedule, self.problem.profile, self.options)
-        return make_engine(problem, self.options)
+    @property
+    def _shortest(self) -> FixedPlanner:
+        return min(self._first, key=lambda planner: planner.shortest_s)
 
 
 def undominated(plans: Sequence[Plan]) -> Frontier:
@@ -232,20 +297,3 @@ def _power_w(plan: Plan) -> float:
     assert plan.energy_j is not None
     assert plan.time_s is not None
     return plan.energy_j / plan.time_s if plan.time_s > 0 else 0.0
-
-
-def _settings(problem: Problem, solution: Solution) -> Settings:
-    graph, tables = problem.graph, problem.tables
-    clock = tables.wide_clock if solution.wide else tables.clock
-    option = tables.wide_option if solution.wide else tables.option
-    flat: list[Setting] = [DEFAULT_SETTING] * graph.size
-    for node, cls, position in zip(
-        graph.node.tolist(), graph.cls.tolist(), solution.choice.tolist(), strict=True
-    ):
-        if clock[position] >= 0:
-            flat[node] = problem.options[cls][option[position]].setting
-    rows, first = [], 0
-    for row in problem.schedule.order:
-        rows.append(tuple(flat[first : first + len(row)]))
-        first += len(row)
-    return tuple(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,11 +14,13 @@ from kareus_pp.errors import ProfileError
 from kareus_pp.evaluate import SwitchPrice
 from kareus_pp.planner.options import PlannerOptions
 from kareus_pp.profile import Option, Profile
-from kareus_pp.schedule import InstructionClass, Schedule, topological_order
+from kareus_pp.schedule import Instruction, InstructionClass, Schedule, topological_order
 from kareus_pp.setting import DEFAULT_SETTING
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+Place = tuple[int, int, int]
+"""Stage, chunk and microbatch: a forward and its backward."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Graph:
     Attributes:
         node: Number of each node in `schedule.instructions`.
         stage: Stage of each node.
-        cls: Class number of each node.
+        cls: Class number of each node; split and whole microbatches of a class have their own.
         previous: Preceding node on the same stage, -1 at its start.
         following: Next node on the same stage, -1 at its end.
         in_ptr, in_node, in_lag: Predecessors of node `i` are
@@ -147,8 +150,25 @@ class Problem:
         return cost_j + self.static_w * time_s
 
 
-def build_problem(schedule: Schedule, profile: Profile, options: PlannerOptions) -> Problem:
+def place_of(instruction: Instruction) -> Place:
+    """The forward and backward that an instruction belongs to."""
+    return instruction.stage, instruction.chunk, instruction.microbatch
+
+
+def build_problem(
+    schedule: Schedule,
+    profile: Profile,
+    options: PlannerOptions,
+    split: Collection[Place] | None = None,
+) -> Problem:
     """Look up every class of the schedule and lay the problem out as arrays.
+
+    Args:
+        schedule: The schedule.
+        profile: Options of every class in it.
+        options: Which clocks are allowed.
+        split: The microbatches that are split into nanobatches, and have only options that
+            overlap; all others have only those that do not. None: every instruction has both.
 
     Raises:
         ProfileError: A class, or the blocking power of a stage, is missing; a number is not
@@ -166,12 +186,21 @@ def build_problem(schedule: Schedule, profile: Profile, options: PlannerOptions)
                 f"the blocking power of stage {stage} is {watts!r} W and must be finite and not "
                 f"negative; measure it again"
             )
-    usable = tuple(_usable_options(cls, profile, options) for cls in schedule.classes)
+    keys = [
+        (
+            schedule.class_of(instruction),
+            None if split is None or instruction.kind.is_fixed else place_of(instruction) in split,
+        )
+        for instruction in schedule.instructions
+    ]
+    number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+    usable = tuple(usable_options(cls, profile, options, is_split) for cls, is_split in number)
+    classes = np.array([number[key] for key in keys], dtype=np.int64)
     return Problem(
         schedule=schedule,
         profile=profile,
-        graph=build_graph(schedule, profile.overhead.p2p_s),
-        tables=_build_tables(schedule.classes, usable, power),
+        graph=_build_graph(schedule, classes, profile.overhead.p2p_s),
+        tables=_build_tables([cls for cls, _ in number], usable, power),
         options=usable,
         static_w=float(sum(profile.blocking_power_w)),
         overhead_s=profile.overhead.iteration_s,
@@ -179,9 +208,23 @@ def build_problem(schedule: Schedule, profile: Profile, options: PlannerOptions)
     )
 
 
-def _usable_options(
-    cls: InstructionClass, profile: Profile, options: PlannerOptions
+def usable_options(
+    cls: InstructionClass,
+    profile: Profile,
+    options: PlannerOptions,
+    is_split: bool | None = None,
 ) -> tuple[Option, ...]:
+    """The options of a class that may be planned with.
+
+    Args:
+        cls: The class.
+        profile: The profile.
+        options: Which clocks are allowed.
+        is_split: Only those that overlap, or only those that do not; None: both.
+
+    Raises:
+        ProfileError: There are none, or one has a number that is not finite or negative.
+    """
     if cls.kind.is_fixed:
         found: tuple[Option, ...] = (profile.option(cls, DEFAULT_SETTING),)
     else:
@@ -196,6 +239,15 @@ def _usable_options(
                     f"{sorted({o.setting.clock_mhz or 0 for o in found})[:8]}"
                 )
             found = kept
+    if is_split is not None:
+        kept = tuple(o for o in found if o.setting.overlap.is_sequential is not is_split)
+        if found and not kept:
+            raise ProfileError(
+                f"instruction class {cls} has no option that "
+                f"{'overlaps' if is_split else 'does not overlap, which is always one to weigh'}; "
+                f"profile this schedule"
+            )
+        found = kept
     if not found:
         raise ProfileError(
             f"the profile has an empty list of options for instruction class {cls}; "
@@ -216,8 +268,7 @@ def _usable_options(
     return found
 
 
-def build_graph(schedule: Schedule, p2p_s: float) -> Graph:
-    """The dependency graph of a schedule with nodes in topological order."""
+def _build_graph(schedule: Schedule, cls: IntArray, p2p_s: float) -> Graph:
     order = np.array(topological_order(schedule), dtype=np.int64)
     size = len(order)
     rank = np.empty(size, dtype=np.int64)
@@ -226,10 +277,6 @@ def build_graph(schedule: Schedule, p2p_s: float) -> Graph:
     after = rank[np.array([e.after for e in schedule.edges], dtype=np.int64)]
     crosses = np.array([e.crosses_stages for e in schedule.edges], dtype=bool)
     lag = np.where(crosses, p2p_s, 0.0)
-    class_number = {cls: number for number, cls in enumerate(schedule.classes)}
-    cls = np.array(
-        [class_number[schedule.class_of(i)] for i in schedule.instructions], dtype=np.int64
-    )
     stage = np.array(schedule.stage_of, dtype=np.int64)
     previous, following = np.full(size, -1, np.int64), np.full(size, -1, np.int64)
     first = 0
@@ -275,7 +322,7 @@ def grouped(key: IntArray, size: int) -> tuple[IntArray, IntArray]:
 
 
 def _build_tables(
-    classes: tuple[InstructionClass, ...],
+    classes: Sequence[InstructionClass],
     options: tuple[tuple[Option, ...], ...],
     power: tuple[float, ...],
 ) -> Tables:

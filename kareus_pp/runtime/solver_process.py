@@ -16,8 +16,8 @@ from kareus_pp.measure import ExperimentDesign, learn
 from kareus_pp.measure.overlap_design import overlap_plan
 from kareus_pp.measure.overlap_design import overlaps as runs_overlap
 from kareus_pp.measure.runs_file import load_runs
-from kareus_pp.planner import PlannerOptions
-from kareus_pp.planner.families import families, plan_among
+from kareus_pp.planner import Planner, PlannerOptions, undominated
+from kareus_pp.planner.splitting import without_overlap
 from kareus_pp.profile import Profile
 from kareus_pp.schedule import Schedule
 from kareus_pp.setting import OverlapSetting
@@ -82,10 +82,10 @@ class _Solver:
         known, order = Profile.load(profile), Schedule.load(schedule)
         if not can_overlap:
             # The profile may come from a job that could; this one would run something else.
-            known = families(known)[0]
-        made, swept = plan_among(
-            order, known, parse_target(target), options, int(planner["points"])
-        )
+            known = without_overlap(known)
+        solver = Planner(order, known, options)
+        made = solver.plan(parse_target(target))
+        swept = undominated(solver.sweep(int(planner["points"]), solver.least_energy_s))
         made.save(plan_out)
         swept.save(frontier_out)
         return {"time_s": made.time_s, "energy_j": made.energy_j, "gap": made.gap}

@@ -185,6 +185,30 @@ def skipped_step() -> tuple[list[int], list[Any], float]:
     return hooks, executed, worst
 
 
+def hooks_of_step(setting: str) -> list[int]:
+    """Hooks on a block before, in and after a step that launches as a setting says."""
+    module, value = block(), sample()
+    executor = generic.attach(module, dist.group.WORLD)
+    step(module, value)
+    split = OverlapSetting.parse(setting)
+    set_both(executor, split)
+    assert executor.begin_step(0, [split])
+    counts = []
+
+    def count(*_: Any) -> None:
+        counts.append(
+            sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()) - 1
+        )
+
+    handle = module[0].register_forward_pre_hook(count)
+    count()
+    step(module, value)
+    count()
+    handle.remove()
+    executor.close()
+    return counts
+
+
 def communicators() -> tuple[list[int], float, bool]:
     """Which level serves a number of SMs, and that other communicators give the same result."""
     pool = generic.group_pool(dist.group.WORLD, (8, 2, 4))

@@ -126,6 +126,7 @@ def layout(tensor: int = 2, pipeline: int = 1, virtual: int | None = None) -> No
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         virtual_pipeline_model_parallel_size=virtual,
+        create_gloo_process_groups=dist.get_backend() == "gloo",
     )
     model_parallel_cuda_manual_seed(123)
 

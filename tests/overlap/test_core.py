@@ -60,6 +60,16 @@ def test_only_the_slots_in_use_are_hooked(two_ranks: Ranks) -> None:
         assert error <= 1e-12
 
 
+@pytest.mark.parametrize(("setting", "hooks"), [("mlp@0:0", False), ("mlp@1:0", True)])
+def test_a_step_that_launches_at_beginnings_needs_no_hooks(
+    two_ranks: Ranks, setting: str, hooks: bool
+) -> None:
+    """The beginning of a partition is known without a hook."""
+    for counts in two_ranks.run(core_cases.hooks_of_step, setting):
+        assert len(counts) > 2, "the step itself was seen"
+        assert {count > 0 for count in counts} == {hooks}
+
+
 @pytest.mark.parametrize("wish", ["agree", "differ", "late"])
 def test_ranks_agree_or_all_refuse(two_ranks: Ranks, wish: str) -> None:
     """Rule 28: all ranks of a communicator take the same option."""

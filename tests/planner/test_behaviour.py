@@ -50,7 +50,9 @@ def test_effective_energy_falls_along_a_sweep(problem: tuple[Schedule, Profile])
         assert (point.bound_j or 0.0) <= (point.energy_j or 0.0) + 1e-6
         bounds.append(float(point.target.split(":")[1]))
     bounds.sort()
-    relaxed = [planner._relaxation.bound_cost_j(b - planner.problem.overhead_s) for b in bounds]
+    relaxed = [
+        planner._free.relaxation.bound_cost_j(b - planner.problem.overhead_s) for b in bounds
+    ]
     assert all(b <= a + 1e-6 for a, b in itertools.pairwise(relaxed))
 
 

@@ -12,8 +12,7 @@ from kareus_pp.builders import build_1f1b
 from kareus_pp.errors import OverlapError
 from kareus_pp.measure import load_runs
 from kareus_pp.plan import Plan
-from kareus_pp.planner import PlannerOptions
-from kareus_pp.planner.families import plan_among
+from kareus_pp.planner import Planner, PlannerOptions
 from kareus_pp.profile import DeviceFacts, Option, Profile, Source
 from kareus_pp.schedule import Instruction, Schedule
 from kareus_pp.setting import SEQUENTIAL, OverlapSetting, Setting
@@ -206,8 +205,8 @@ def test_overlap_is_measured_jointly_with_clocks_and_chosen_where_it_pays(
         assert len(clocks) == 3, "sequential and two candidates"
         assert all(len(found) > 2 for found in clocks.values())
     recorded = Schedule.load(next(tmp_path.glob("schedule-*.json")))
-    plan, swept = plan_among(recorded, profile, Fastest(), PlannerOptions(time_limit_s=1.0), 3)
-    assert swept.plans
+    planner = Planner(recorded, profile, PlannerOptions(time_limit_s=1.0))
+    plan = planner.plan(Fastest())
     overlapped = [not s.overlap.is_sequential for row in plan.settings for s in row]
     assert all(overlapped) if factor < 1 else not any(overlapped)
 
