@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -13,12 +12,13 @@ from kareus_pp.errors import PlanError, TargetError
 from kareus_pp.plan import Frontier, Plan
 from kareus_pp.planner.engine import QUICK
 from kareus_pp.planner.fixed import FixedPlanner, relative_gap
+from kareus_pp.planner.grouping import LARGE
+from kareus_pp.planner.joint import JointRelaxation
 from kareus_pp.planner.linear import usable_solver
 from kareus_pp.planner.options import PlannerOptions
 from kareus_pp.planner.problem import Place, Problem
 from kareus_pp.planner.smoothing import smooth
-from kareus_pp.planner.split_search import SplitSearch
-from kareus_pp.planner.splitting import best, cheaper_split, splittable
+from kareus_pp.planner.splitting import best, splittable
 from kareus_pp.profile import Profile
 from kareus_pp.schedule import Schedule
 from kareus_pp.target import (
@@ -31,9 +31,11 @@ from kareus_pp.target import (
     format_target,
 )
 
-# How often which microbatches are split is asked again at the time of the best plan so far, and
-# at how many deadlines of a frontier.
-SPLIT_ROUNDS, SPLIT_SAMPLES = 2, 3
+# Where microbatches can be split, the time limit is shared by so many plans, of which the best is
+# taken.
+PARTS = 8
+# At how many deadlines of a frontier the microbatches to split are chosen anew.
+SPLIT_SAMPLES = 5
 
 
 def plan(
@@ -89,8 +91,9 @@ class Planner:
     """Answers several questions about one schedule and profile; keeps the linear programs warm.
 
     Where the profile has options that overlap, forward and backward of a microbatch are both split
-    or both whole. Plans are made with none split, with all, and with those that a relaxation in
-    which every instruction chooses freely splits; the best is taken, and that relaxation bounds it.
+    or both whole. Plans are made with none split, with all, and with those that the joint
+    relaxation proposes; the best is taken, and that relaxation bounds it. Very large schedules are
+    split altogether or not at all.
 
     Args:
         schedule: The schedule, built or recorded.
@@ -126,15 +129,29 @@ class Planner:
         if not self._splittable:
             return (self._free,)
         planners = [self._for(frozenset()), self._for(self._splittable)]
-        return tuple(dict.fromkeys([*planners, self._for(self._split_at(self._free.shortest_s))]))
+        return tuple(
+            dict.fromkeys([*planners, *self._proposed(None, self.options.time_limit_s / PARTS)])
+        )
 
-    def _split_at(self, time_s: float) -> frozenset[Place]:
-        """The microbatches worth splitting, by the free relaxation at an iteration time."""
-        return cheaper_split(self._free.problem, self._free.prices_w(time_s), self._splittable)
+    def _proposed(self, time_s: float | None, limit_s: float) -> list[FixedPlanner]:
+        """Planners for the microbatches worth splitting at a time; None: for the shortest."""
+        if self._joint is None:
+            return []
+        return [self._for(split) for split in self._joint.splits(time_s, limit_s)]
 
     @cached_property
-    def _search(self) -> SplitSearch:
-        return SplitSearch(self._schedule, self.smoothed.profile, self.options, self._splittable)
+    def _joint(self) -> JointRelaxation | None:
+        return self._joint_of(self.smoothed.profile)
+
+    @cached_property
+    def _joint_given(self) -> JointRelaxation | None:
+        """The relaxation of the profile as given, for bounds."""
+        return self._joint_of(self._profile) if self.smoothed.methods else self._joint
+
+    def _joint_of(self, profile: Profile) -> JointRelaxation | None:
+        if len(self._schedule.instructions) > LARGE:
+            return None
+        return JointRelaxation(self._schedule, profile, self.options, self._splittable)
 
     @property
     def problem(self) -> Problem:
@@ -189,40 +206,42 @@ class Planner:
         asked = target
         if isinstance(target, Slowdown):
             asked = Deadline(self.shortest_s * (1 + target.percent / 100))
-        plans: list[Plan] = []
-        fault: TargetError | None = None
-        share_s = limit_s / (len(self._first) + SPLIT_ROUNDS)
-        for planner in self._first:
-            try:
-                plans.append(planner.plan(asked, share_s))
-            except TargetError as error:
-                fault = fault or error
+        part_s = limit_s / PARTS
+        plans, fault = self._plans(self._first, asked, part_s)
         if not plans:
             assert fault is not None
             raise fault
-        watts, tried = self.problem.static_w, set(self._first)
-        for number in range(SPLIT_ROUNDS):
-            found = best(plans, asked, watts)
-            assert found.time_s is not None
-            end_s = found.time_s
-            if isinstance(asked, Deadline | Straggler):
-                end_s = max(end_s, asked.time_s)
-            for split in (
-                self._split_at(end_s),
-                self._search.improved(found.settings, end_s, share_s / 2, number),
-            ):
-                planner = self._for(split)
-                if planner not in tried:
-                    tried.add(planner)
-                    with contextlib.suppress(TargetError):
-                        plans.append(planner.plan(asked, share_s / 4))
+        watts = self.problem.static_w
+        end_s = best(plans, asked, watts).time_s
+        assert end_s is not None
+        if isinstance(asked, Deadline | Straggler):
+            end_s = max(end_s, min(asked.time_s, self.longest_useful_s))
+        further = [p for p in self._proposed(end_s, part_s) if p not in self._first]
+        plans += self._plans(further, asked, part_s)[0]
         return self._bounded(best(plans, asked, watts), format_target(target))
+
+    @staticmethod
+    def _plans(
+        planners: Sequence[FixedPlanner], target: Target, refine_s: float
+    ) -> tuple[list[Plan], TargetError | None]:
+        """The plans of those that meet a target, and the first complaint of one that does not."""
+        plans, fault = [], None
+        for planner in planners:
+            try:
+                plans.append(planner.plan(target, refine_s))
+            except TargetError as error:
+                fault = fault or error
+        return plans, fault
 
     def _bounded(self, plan: Plan, target: str) -> Plan:
         """The plan with the bound on all ways of splitting."""
         assert plan.time_s is not None
         assert plan.energy_j is not None
         bound_j = self._free.bound_j(plan.time_s)
+        if self._joint_given is not None:
+            shares = self._joint_given.at(plan.time_s)
+            if shares is not None:
+                bound_j = max(bound_j, self.problem.energy_j(shares.cost_j, plan.time_s))
         gap = relative_gap(plan.energy_j, bound_j)
         return replace(plan, bound_j=bound_j, gap=gap, target=target)
 
@@ -262,13 +281,10 @@ class Planner:
             assert plans[0].time_s is not None
             first_s = plans[0].time_s
         last_s = max(first_s, longest_s)
-        planners = dict.fromkeys(self._first)
-        if self._splittable:
-            for time_s in np.linspace(first_s, last_s, min(points, SPLIT_SAMPLES)).tolist():
-                planners[self._for(self._split_at(time_s))] = None
-        effort = replace(QUICK, refine_s=refine_s / len(planners))
+        effort = replace(QUICK, refine_s=refine_s / (2 if self._splittable else 1))
         # Downwards from the longest: the first relaxation is trivial, the others are warm.
         for deadline_s in reversed(np.linspace(first_s, last_s, points).tolist()):
+            planners = dict.fromkeys([*self._first, *self._sampled(deadline_s, first_s, last_s)])
             able = [p for p in planners if p.shortest_s <= deadline_s] or [self._shortest]
             found = [planner.plan_at(deadline_s, effort) for planner in able]
             chosen = best(found, LeastEnergy(), self.problem.static_w)
@@ -278,6 +294,15 @@ class Planner:
         if cap_w is not None:
             plans = [p for p in plans if _power_w(p) <= cap_w]
         return tuple(sorted(plans, key=lambda p: (p.time_s or 0.0, p.energy_j or 0.0)))
+
+    def _sampled(self, time_s: float, first_s: float, last_s: float) -> list[FixedPlanner]:
+        """Planners for what is worth splitting at the two nearest of a few times in a range."""
+        if not self._splittable or self._joint is None:
+            return []
+        times = np.linspace(first_s, last_s, SPLIT_SAMPLES)
+        nearest = sorted(times.tolist(), key=lambda at: abs(at - time_s))[:2]
+        shares = [self._joint.at(at) for at in nearest]
+        return [self._for(found.rounded(0.5)) for found in shares if found is not None]
 
     @property
     def _shortest(self) -> FixedPlanner:

@@ -11,7 +11,7 @@ from kareus_pp.plan import Plan, Settings
 from kareus_pp.planner.engine import Effort, Engine, Solution
 from kareus_pp.planner.grouping import make_engine
 from kareus_pp.planner.options import PlannerOptions
-from kareus_pp.planner.problem import FloatArray, Place, Problem, build_problem
+from kareus_pp.planner.problem import Place, Problem, build_problem
 from kareus_pp.planner.smoothing import Smoothed
 from kareus_pp.planner.switching import SwitchEngine
 from kareus_pp.planner.targets import solve_target
@@ -106,12 +106,6 @@ class FixedPlanner:
         if isinstance(self._engine, SwitchEngine):
             return self._engine.switch_bound_j(inside_s, time_limit_s)
         return self._engine.bound_energy_j(max(inside_s, self._engine.shortest_s))
-
-    def prices_w(self, time_s: float) -> FloatArray:
-        """For every node what the relaxation saves by one second less, at a time with overhead."""
-        inside_s = time_s - self.problem.overhead_s
-        engine = self.relaxation
-        return engine.bound(min(max(inside_s, engine.shortest_s), engine.slowest_s)).price_w
 
     def _as_plan(self, solution: Solution, target: str) -> Plan:
         problem = self.problem

@@ -2,21 +2,19 @@
 
 Forward and backward of a microbatch on a stage must both be split, or neither: a mixture runs, but
 not at the cost that was measured. So a plan is made for a given set of split microbatches, within
-which every choice is consistent, and sets are chosen by the relaxation in which every instruction
-chooses freely. Not to split anything is always among them (rule 28 of the field rules).
+which every choice is consistent; `kareus_pp.planner.joint` proposes sets. Not to split anything is
+always among them (rule 28 of the field rules).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-
-import numpy as np
 
 from kareus_pp.plan import Plan
 from kareus_pp.planner.options import PlannerOptions
-from kareus_pp.planner.problem import FloatArray, Place, Problem, place_of, usable_options
+from kareus_pp.planner.problem import Place, place_of, usable_options
 from kareus_pp.profile import Profile
 from kareus_pp.schedule import InstructionClass, Kind, Schedule
 from kareus_pp.target import (
@@ -72,36 +70,6 @@ def splittable(schedule: Schedule, profile: Profile, options: PlannerOptions) ->
         if not able[schedule.class_of(instruction)]:
             whole.add(place)
     return frozenset(place for place, has in kinds.items() if has == set(_SPLIT)) - whole
-
-
-def cheaper_split(
-    problem: Problem, price_w: FloatArray, places: Collection[Place]
-) -> frozenset[Place]:
-    """The microbatches that cost less split than whole, at the prices of time of a relaxation.
-
-    Args:
-        problem: A problem in which instructions choose freely.
-        price_w: For every node the joules that one second less would save.
-        places: The microbatches that can be split.
-    """
-    gains: dict[Place, float] = dict.fromkeys(places, 0.0)
-    instructions = problem.schedule.instructions
-    watts = problem.profile.blocking_power_w
-    for number, options in enumerate(problem.options):
-        nodes = np.flatnonzero(problem.graph.cls == number)
-        own = [instructions[node] for node in problem.graph.node[nodes].tolist()]
-        if own[0].kind.is_fixed or not any(place_of(i) in gains for i in own):
-            continue
-        time = np.array([o.time_s for o in options])
-        cost = np.array([o.energy_j for o in options]) - watts[own[0].stage] * time
-        value = cost[:, None] + time[:, None] * np.clip(price_w[nodes], 0.0, None)
-        split = np.array([not o.setting.overlap.is_sequential for o in options])
-        gain = value[~split].min(axis=0) - value[split].min(axis=0)
-        for instruction, joules in zip(own, gain.tolist(), strict=True):
-            place = place_of(instruction)
-            if place in gains:
-                gains[place] += joules
-    return frozenset(place for place, joules in gains.items() if joules > 0)
 
 
 def best(plans: Sequence[Plan], target: Target, static_w: float) -> Plan:

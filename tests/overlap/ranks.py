@@ -96,6 +96,8 @@ class Ranks:
 
 
 def _serve(pipe: Any, rank: int, size: int, port: int, path: str) -> None:
+    # Frameworks print; standard output belongs to the caller, who may print JSON there.
+    os.dup2(2, 1)
     if path:
         sys.path.insert(0, path)
     os.environ.update(

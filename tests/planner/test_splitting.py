@@ -14,6 +14,7 @@ from kareus_pp.errors import ProfileError, TargetError
 from kareus_pp.evaluate import evaluate
 from kareus_pp.plan import Plan, Settings
 from kareus_pp.planner import Planner, PlannerOptions, undominated
+from kareus_pp.planner.problem import place_of
 from kareus_pp.planner.splitting import best, splittable, without_overlap
 from kareus_pp.profile import DeviceFacts, Option, Profile
 from kareus_pp.schedule import Kind, Schedule
@@ -71,7 +72,12 @@ def kinds_split(schedule: Schedule, settings: Settings) -> dict[tuple[int, ...],
 
 
 def are_consistent(schedule: Schedule, settings: Settings) -> bool:
-    return all(len(split) == 1 for split in kinds_split(schedule, settings).values())
+    """Forward and backward alike; what has no backward of its own is whole."""
+    places = [place_of(i) for i in schedule.instructions if i.kind is Kind.BACKWARD]
+    return all(
+        split == {False} or (split == {True} and place in places)
+        for place, split in kinds_split(schedule, settings).items()
+    )
 
 
 @st.composite
