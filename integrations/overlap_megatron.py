@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from kareus_pp.errors import OverlapError
 from kareus_pp.overlap.executor import OverlapBlock, OverlapExecutor, replace_forward
 from kareus_pp.overlap.generic import group_agreement, group_pool
-from kareus_pp.overlap.scheduler import Swap
+from kareus_pp.overlap.run import Swap
 from kareus_pp.overlap.swaps import Variable, random_tracker
 
 _block_module: Any = importlib.import_module("megatron.core.transformer.transformer_block")

@@ -12,9 +12,7 @@ from typing import Any
 
 from kareus_pp.device import channel as ch
 from kareus_pp.device.backend import open_backend
-from kareus_pp.device.base import Sample
 from kareus_pp.device.channel import Channel
-from kareus_pp.device.counter import CounterWatch
 from kareus_pp.device.errors import (
     ClockError,
     GuardError,
@@ -25,14 +23,12 @@ from kareus_pp.device.errors import (
 from kareus_pp.device.lease import Lease, Ownership, leases, runtime_folder
 from kareus_pp.device.nvml import NvmlDevice
 from kareus_pp.device.readback import NOT_HELD, verdict
+from kareus_pp.device.sampler import MISSES, SETTLE_S, Sampler, not_held
 from kareus_pp.errors import DeviceError
 
 ACTIVE_POLL_S = 0.0002
 IDLE_POLL_S = 0.005
 _ACTIVE_FOR_S = 1.0
-SETTLE_S = 0.05
-"""A clock is read back once it was held for this long; the switch itself takes some 10 ms."""
-_MISSES = 3
 _RESET_FOR_S = 5.0
 _PRIORITY = -10
 _RETRY_S = 1.0
@@ -243,7 +239,7 @@ class Guard:
         words[ch.LAST_CALL_NS] = took
         words[ch.SWITCHES] += 1
         self._slow = self._slow + 1 if took > self._slow_after_s * 1e9 else 0
-        if self._slow >= _MISSES:
+        if self._slow >= MISSES:
             self._stand_down(
                 ClockError(
                     f"setting the clock of {self._device.label} takes {took / 1e6:.0f} ms, too "
@@ -280,8 +276,8 @@ class Guard:
             self._misses = 0
             return
         self._misses += 1
-        if self._misses >= _MISSES:
-            self._stand_down(_not_held(self._device, self._mhz, actual))
+        if self._misses >= MISSES:
+            self._stand_down(not_held(self._device, self._mhz, actual))
 
     def _stand_down(self, error: DeviceError) -> None:
         """Default clocks, then the news; from here on requests are ignored."""
@@ -335,83 +331,3 @@ def reset_stale(lease: Lease, path: Any, patience_s: float = 0.0) -> None:
         ownership.clear()
     finally:
         ownership.release()
-
-
-def _not_held(device: NvmlDevice, locked_mhz: int, actual_mhz: int | None) -> ClockError:
-    return ClockError(
-        f"{device.label} was locked at {locked_mhz} MHz and runs at {actual_mhz} MHz, with no "
-        f"reason given",
-        "look for another tool that sets clocks; default clocks are back",
-    )
-
-
-class Sampler:
-    """Reads the device every period in a thread of its own, so that a reading delays no switch.
-
-    Attributes:
-        asked: The clock that is locked (0: none) and since when, on the scale of
-            `time.monotonic()`; replaced as one.
-        problem: Why it stopped; None while it works.
-    """
-
-    def __init__(self, channel: Channel, device: NvmlDevice) -> None:
-        self._channel, self._device = channel, device
-        self._period_s = 0.0
-        self._end = threading.Event()
-        self._thread: threading.Thread | None = None
-        self.asked = (0, 0.0)
-        self.problem: DeviceError | None = None
-
-    def set_period(self, period_s: float) -> None:
-        """Sample every `period_s`; 0: not at all."""
-        if period_s == self._period_s:
-            return
-        self.stop()
-        self._period_s = period_s
-        if period_s:
-            self._end = threading.Event()
-            self._thread = threading.Thread(target=self._run, args=(self._end,), daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        """End sampling; a reading that hangs in the driver is left alone."""
-        self._end.set()
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
-            self._thread = None
-
-    def _run(self, end: threading.Event) -> None:
-        counter = CounterWatch(self._device.label)
-        due, misses = time.monotonic(), 0
-        while not end.is_set():
-            mhz, since_s = self.asked
-            try:
-                sample, reasons = self._device.sample_and_reasons()
-                sample = counter.check(sample)
-            except DeviceError as error:
-                self.problem = error
-                return
-            settled = mhz and sample.at_s > since_s + SETTLE_S and self.asked == (mhz, since_s)
-            if settled and verdict(mhz, sample.clock_mhz, reasons) == NOT_HELD:
-                misses += 1
-                if misses >= _MISSES:
-                    self.problem = _not_held(self._device, mhz, sample.clock_mhz)
-                    return
-            elif settled:
-                misses = 0
-            self._push(sample, reasons, mhz)
-            due = max(due + self._period_s, time.monotonic())
-            end.wait(due - time.monotonic())
-
-    def _push(self, sample: Sample, reasons: int, requested_mhz: int) -> None:
-        self._channel.push(
-            (
-                sample.at_s,
-                sample.energy_j,
-                sample.power_w,
-                sample.temperature_c,
-                reasons,
-                sample.clock_mhz,
-                requested_mhz,
-            )
-        )

@@ -22,7 +22,8 @@ from kareus_pp.overlap.boundary import BlockCall, Tasks, apply_boundary
 from kareus_pp.overlap.communicators import CommunicatorPool
 from kareus_pp.overlap.observe import Recorder
 from kareus_pp.overlap.partitions import Partition, Program
-from kareus_pp.overlap.scheduler import Run, Scheduler, Swap, is_nanobatch_thread
+from kareus_pp.overlap.run import Run, Swap
+from kareus_pp.overlap.scheduler import Scheduler, is_nanobatch_thread
 from kareus_pp.overlap.search import Candidate, joint_candidates
 from kareus_pp.overlap.shadow import ShadowTree
 from kareus_pp.overlap.slots import SlotHooks

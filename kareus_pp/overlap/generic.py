@@ -28,7 +28,7 @@ from kareus_pp.overlap.agreement import Agreement
 from kareus_pp.overlap.communicators import CommunicatorPool
 from kareus_pp.overlap.executor import OverlapBlock, OverlapExecutor, replace_forward
 from kareus_pp.overlap.partitions import Partition
-from kareus_pp.overlap.scheduler import Swap
+from kareus_pp.overlap.run import Swap
 from kareus_pp.overlap.shadow import ShadowTree
 from kareus_pp.setting import Launch, OverlapSetting
 

@@ -12,10 +12,9 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from statistics import median
 
 from kareus_pp.config import KareusConfig
-from kareus_pp.device.base import DEFAULT_CLOCK, POWER_CAP, Sample
+from kareus_pp.device.base import DEFAULT_CLOCK, Sample
 from kareus_pp.device.select import Opened
 from kareus_pp.measure import WindowReading, read_window
 from kareus_pp.runtime.events import EventLog
@@ -36,20 +35,14 @@ from kareus_pp.runtime.overlap import OverlapFollower
 from kareus_pp.runtime.steps import StageAssignment, StepTracker
 from kareus_pp.runtime.store import Store
 from kareus_pp.runtime.topology import Topology
+from kareus_pp.runtime.windows import TICK_WAIT_S, ceiling_mhz, next_window, share_of
 from kareus_pp.schedule import Instruction
 
 _POLL_S = 0.05
 _IDLE_POLL_S = 0.5
 # Readings are kept for this long before the first step that still needs them.
 _MARGIN_S = 2.0
-# Steps further apart than this do not share a window: something else ran between them.
-_GAP_S = 0.1
-# The counter of a GPU moves every 100 ms: wait for its next tick before a step's energy is taken.
-_TICK_WAIT_S = 0.25
-_WINDOW_S = 1.0
 _VERIFIED_STEPS = 20
-# Fewer power-capped readings than this share of those under load are no ceiling.
-_CAPPED_SHARE = 0.1
 
 
 class Coordinator:
@@ -205,7 +198,7 @@ class Coordinator:
         """Add energy to finished steps as soon as the samples reach far enough."""
         self._samples.extend(self._controller.drain())
         now = time.monotonic()
-        while (window := self._next_window(now, all_now)) is not None:
+        while window := next_window(self._waiting, self._sampling, None if all_now else now):
             start_s, end_s = window[0].started_s, window[-1].ended_s
             reading = read_window(self._samples, start_s, end_s, self._top_mhz)
             self._waiting = self._waiting[len(window) :]
@@ -216,29 +209,6 @@ class Coordinator:
         # A step that is still running began after the last one that was settled.
         oldest_s = self._settled_s - _MARGIN_S
         self._samples = [sample for sample in self._samples if sample.at_s >= oldest_s]
-
-    def _next_window(self, now_s: float, all_now: bool) -> list[StepTracker] | None:
-        """The next steps whose energy is read as one; None while samples must still come.
-
-        The counter moves every 100 ms: steps shorter than a second share one reading.
-        """
-        if not self._waiting:
-            return None
-        if not self._sampling:
-            return self._waiting[:1]
-        window: list[StepTracker] = []
-        for step in self._waiting:
-            if window and step.row is not window[0].row:
-                break
-            if window and step.started_s - window[-1].ended_s > _GAP_S:
-                break
-            window.append(step)
-            if step.ended_s - window[0].started_s >= _WINDOW_S:
-                break
-        else:
-            if not all_now:
-                return None
-        return window if all_now or now_s >= window[-1].ended_s + _TICK_WAIT_S else None
 
     def _settle(self, step: StepTracker, reading: WindowReading, share: float) -> None:
         """All is known of a step: write the event, report, observe.
@@ -255,8 +225,8 @@ class Coordinator:
             assignment=assignment.number if assignment is not None else -1,
             window_s=step.ended_s - step.started_s,
             duration_s=step.durations_s,
-            energy_j=_share(reading.energy_j, share),
-            energy_sd_j=_share(reading.energy_sd_j, share),
+            energy_j=share_of(reading.energy_j, share),
+            energy_sd_j=share_of(reading.energy_sd_j, share),
             temperature_c=reading.temperature_c,
             rejected=step.mismatch or (reading.rejected if self._sampling else ""),
         )
@@ -331,7 +301,7 @@ class Coordinator:
             instructions=" ".join(map(str, step.instructions(stage))),
             communicating=" ".join(map(str, step.communicating(stage))),
             clocks_mhz=self._facts.clocks_mhz,
-            ceiling_mhz=self._ceiling_mhz(),
+            ceiling_mhz=ceiling_mhz(self._samples),
             device=self._facts.name,
             source=self._facts.source.value,
             scope=self._facts.scope,
@@ -344,17 +314,6 @@ class Coordinator:
         self._store.set(f"stream/{step.key}/{stream.rank}", encode(stream))
         if self._leader is not None:
             self._leader.observed(step.key)
-
-    def _ceiling_mhz(self) -> int | None:
-        """The clock that the power limit left at default clocks; None where it did not limit."""
-        capped = [
-            sample.clock_mhz
-            for sample in self._samples
-            if POWER_CAP in sample.throttled and sample.clock_mhz is not None
-        ]
-        if len(capped) < max(1, _CAPPED_SHARE * len(self._samples)):
-            return None
-        return int(median(capped))
 
     def _follow(self) -> None:
         """Take up new assignments."""
@@ -401,7 +360,7 @@ class Coordinator:
         while not self._inbox.empty():
             self._take(0.0)
         if self._waiting and self._sampling and not self.down:
-            time.sleep(_TICK_WAIT_S)
+            time.sleep(TICK_WAIT_S)
         self._collect(all_now=True)
         self._sample(False)
         applied = self._controller.applied()
@@ -429,7 +388,3 @@ class Coordinator:
         if key not in self._warned:
             self._warned.add(key)
             self._log.warning("kareus-pp: %s", text)
-
-
-def _share(value: float | None, share: float) -> float | None:
-    return None if value is None else value * share

@@ -7,9 +7,7 @@ come. Heavy work is done by the background solver.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from enum import Enum
 
 from kareus_pp.config import KareusConfig
@@ -27,7 +25,8 @@ from kareus_pp.runtime.gathering import (
     gather_schedule,
     profile_misfit,
 )
-from kareus_pp.runtime.messages import APPLY, DOWN_KEY, PROFILE, STOPPED, Assignment, encode
+from kareus_pp.runtime.messages import APPLY, DOWN_KEY, PROFILE
+from kareus_pp.runtime.publisher import Publisher
 from kareus_pp.runtime.solver import BackgroundSolver
 from kareus_pp.runtime.store import Store
 from kareus_pp.runtime.topology import Topology
@@ -35,8 +34,6 @@ from kareus_pp.setting import Setting
 
 # A frequency plan is given up after this many times its iterations, if records keep being rejected.
 _PATIENCE = 4
-_POLL_S = 0.05
-_REPORT_PERIOD_S = 1.0
 
 
 class _State(Enum):
@@ -79,13 +76,11 @@ class Leader:
         self._schedules: dict[str, Gathered] = {}
         self._key = ""
         self._planned: set[str] = set()
-        self._assignments: list[Assignment] = []
+        self._publisher = Publisher(store)
         self._runs: Runs | None = None
         self._trying: Settings = ()
         self._records: list[IterationRecord] = []
         self._rejections: list[str] = []
-        self._step = -1
-        self._step_s = 0.1
         self._read_step = 0
         self._drift: DriftWatch | None = None
         self._profile_step = self._plan_step = 0
@@ -101,8 +96,8 @@ class Leader:
 
     def step_done(self, step: int, window_s: float) -> None:
         """The leader's own rank has finished a step."""
-        self._step = max(self._step, step)
-        self._step_s = window_s
+        self._publisher.step = max(self._publisher.step, step)
+        self._publisher.step_s = window_s
 
     def observed(self, key: str) -> None:
         """The leader's own rank has published the stream of steps of a key."""
@@ -200,7 +195,7 @@ class Leader:
     # Profiling.
 
     def _begin_profile(self, gathered: Gathered) -> None:
-        self._profile_step = self._step
+        self._profile_step = self._publisher.step
         self._runs = Runs(
             schedule=gathered.schedule,
             runs=(),
@@ -239,7 +234,7 @@ class Leader:
         assert self._runs is not None
         self._trying = tuple(tuple(Setting.parse(text) for text in row.split()) for row in rows)
         self._records, self._rejections = [], []
-        assignment = self._publish(
+        assignment = self._publisher.publish(
             PROFILE, self._key, f"profile-{len(self._runs.runs)}", self._trying
         )
         self._read_step = assignment.first_step
@@ -257,7 +252,7 @@ class Leader:
         seen = len(self._records) + len(self._rejections)
         if len(self._records) < wanted and seen < wanted * _PATIENCE:
             return
-        name = self._assignments[-1].name
+        name = self._publisher.last.name
         if self._rejections:
             self._events.write("rejected", plan=name, reasons=self._rejections)
         self._runs = self._runs.with_runs(
@@ -272,9 +267,9 @@ class Leader:
         over as soon as a later step is complete.
         """
         schedule = self._schedules[self._key].schedule
-        assignment = self._assignments[-1]
+        assignment = self._publisher.last
         found = []
-        for step in range(self._read_step, self._step + 1, assignment.report_every):
+        for step in range(self._read_step, self._publisher.step + 1, assignment.report_every):
             record = gather_records(self._store, self._topology, step, assignment, schedule)
             if record is not None:
                 found.append(record)
@@ -333,7 +328,9 @@ class Leader:
     def _publish_plan(self, key: str, plan: Plan, name: str) -> None:
         self._key = key
         self._planned.add(key)
-        assignment = self._publish(APPLY, key, name, plan.settings, plan.time_s, plan.energy_j)
+        assignment = self._publisher.publish(
+            APPLY, key, name, plan.settings, plan.time_s, plan.energy_j
+        )
         self._read_step = assignment.first_step + -assignment.first_step % assignment.report_every
         self._plan_step = assignment.first_step
         self._drift = DriftWatch(plan.time_s)
@@ -351,40 +348,8 @@ class Leader:
         """Default clocks from now on, the session goes on observing."""
         schedule = self._schedules[self._key].schedule
         default = tuple(tuple(Setting() for _ in row) for row in schedule.order)
-        self._publish(APPLY, self._key, "default", default, report_every=0)
+        self._publisher.publish(APPLY, self._key, "default", default, report_every=0)
         self._state = _State.DONE
-
-    def _publish(
-        self,
-        phase: str,
-        key: str,
-        name: str,
-        settings: Settings,
-        time_s: float | None = None,
-        energy_j: float | None = None,
-        report_every: int | None = None,
-    ) -> Assignment:
-        """Publish an assignment that starts late enough for all ranks to have read it."""
-        margin = 1 + math.ceil(2 * _POLL_S / max(self._step_s, 1e-3))
-        stride = 1 if phase == PROFILE else max(1, math.ceil(_REPORT_PERIOD_S / self._step_s))
-        every = stride if report_every is None else report_every
-        assignment = Assignment(
-            number=len(self._assignments),
-            phase=phase,
-            key=key,
-            name=name,
-            first_step=self._step + 1 + margin,
-            settings=tuple(" ".join(map(str, row)) for row in settings),
-            report_every=every,
-            time_s=time_s,
-            energy_j=energy_j,
-        )
-        self._send(assignment)
-        return assignment
-
-    def _send(self, assignment: Assignment) -> None:
-        self._assignments.append(assignment)
-        self._store.set(f"assignment/{assignment.number}", encode(assignment))
 
     # Watching.
 
@@ -410,7 +375,7 @@ class Leader:
         """
         assert self._drift is not None
         took = self._plan_step - self._profile_step
-        held = self._drift.held * self._assignments[-1].report_every
+        held = self._drift.held * self._publisher.last.report_every
         if self._config.mode != "auto" or self._given_plan is not None or held < took:
             self._stop(reason)
             return
@@ -422,14 +387,7 @@ class Leader:
     def _stop(self, reason: str) -> None:
         """All ranks stand down at a named step."""
         self._stopped = True
-        self._send(
-            replace(
-                Assignment(len(self._assignments), STOPPED, self._key, "default", 0, ()),
-                first_step=self._step + 2,
-                report_every=0,
-                reason=reason,
-            )
-        )
+        self._publisher.stop(self._key, reason)
 
     def _warn(self, text: str) -> None:
         self._log.warning("kareus-pp: %s; training goes on at default clocks", text)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kareus_pp.device import channel, errors
+from kareus_pp.device.base import Sample
 from kareus_pp.device.guard import GuardController
 from kareus_pp.device.guard_process import Trainer, start_time
 from kareus_pp.device.lease import Lease, Ownership, leases, runtime_folder
@@ -129,16 +130,21 @@ def test_samples_carry_the_reading_and_the_request(
     machine: StubMachine, open_guard: OpenGuard
 ) -> None:
     controller = open_guard()
+    samples: list[Sample] = []
+
+    def sampled(mhz: int) -> bool:
+        samples.extend(controller.drain())
+        return sum(sample.requested_mhz == mhz for sample in samples) > 15
+
     controller.start_sampling(0.01)
     controller.request(900)
-    time.sleep(0.5)
+    assert wait_until(lambda: sampled(900))
     machine.set(0, limit_w=150)
     controller.request(1410)
-    time.sleep(0.3)
+    assert wait_until(lambda: sampled(1410))
     controller.stop_sampling()
-    samples = controller.drain()
+    samples.extend(controller.drain())
     assert controller.drain() == []
-    assert len(samples) > 30
     assert [sample.at_s for sample in samples] == sorted(sample.at_s for sample in samples)
     slow = [sample for sample in samples if sample.requested_mhz == 900][5:]
     assert {sample.clock_mhz for sample in slow} == {900}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from kareus_pp.runtime.topology import Topology
 from kareus_pp.schedule import Instruction, InstructionClass, Schedule
 from kareus_pp.simulate.gpu_model import Work, load_gpu_model
 
+READY_LIMIT_S = 120.0
 STEP_LIMIT_S = 60.0
 
 
@@ -111,14 +113,16 @@ class Pipeline:
             thread.join(STEP_LIMIT_S)
         assert not errors, errors
 
-    def steps_until(self, ready: Callable[[], bool], most: int = 200) -> int:
-        """Train until `ready`, at most `most` steps; the number of steps."""
-        for count in range(most):
+    def steps_until(self, ready: Callable[[], bool]) -> int:
+        """Train until `ready`; the number of steps. A busy machine plans for longer."""
+        limit = time.monotonic() + READY_LIMIT_S
+        for count in itertools.count():
             if ready():
                 return count
+            assert time.monotonic() < limit, f"not ready after {count} steps"
             self.step()
             time.sleep(0.005)  # a dry run takes no time: let the coordinators work
-        raise AssertionError(f"not ready after {most} steps")
+        raise AssertionError("never")
 
     def events(self, rank: int, event: str) -> list[dict[str, Any]]:
         """The events of one kind of a rank; call after the sessions are closed."""

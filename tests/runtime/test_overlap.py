@@ -193,7 +193,7 @@ def test_overlap_is_measured_jointly_with_clocks_and_chosen_where_it_pays(
     )
     with pipeline:
         followed(pipeline)
-        pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions), 600)
+        pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions))
     runs = load_runs(tmp_path / "runs.json").runs
     tried = [{s.overlap for row in run.settings for s in row} - {SEQUENTIAL} for run in runs]
     assert [len(found) for found in tried] == [0] * 4 + [2] * 6, "two candidates at three clocks"
@@ -228,7 +228,7 @@ def test_a_job_that_cannot_overlap_plans_without(tmp_path: Path, can_overlap: bo
     with pipeline:
         if can_overlap:
             followed(pipeline)
-        pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions), 600)
+        pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions))
     plan = Plan.load(next(tmp_path.glob("plan-*.json")))
     overlapped = {not s.overlap.is_sequential for row in plan.settings for s in row}
     assert overlapped == {can_overlap}

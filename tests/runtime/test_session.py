@@ -14,7 +14,7 @@ from kareus_pp.errors import ConfigError, FormatError
 from kareus_pp.exchanges import Exchange
 from kareus_pp.plan import Plan
 from kareus_pp.profile import DeviceFacts, Option, Profile, Source
-from kareus_pp.runtime import leader
+from kareus_pp.runtime import publisher
 from kareus_pp.runtime.session import Session
 from kareus_pp.runtime.topology import Topology
 from kareus_pp.schedule import Schedule
@@ -224,7 +224,7 @@ def test_whole_job_profiles_plans_and_applies(tmp_path: Path) -> None:
         profiling={"plans": 4, "iterations_per_plan": 2},
         planner={"points": 3, "time_limit_s": 2},
     ) as pipeline:
-        pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions), most=400)
+        pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions))
         for _ in range(6):
             pipeline.step()
     assert not any(s.standing_down for s in pipeline.sessions)
@@ -263,7 +263,7 @@ def test_a_plan_that_held_and_holds_no_longer_is_made_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drift shows in iteration times alone: the job profiles itself and plans again."""
-    monkeypatch.setattr(leader, "_REPORT_PERIOD_S", 0.0)
+    monkeypatch.setattr(publisher, "_REPORT_PERIOD_S", 0.0)
     with (
         caplog.at_level(logging.WARNING, "kareus_pp"),
         planning(build_1f1b(2, 4), tmp_path) as pipeline,
@@ -273,7 +273,7 @@ def test_a_plan_that_held_and_holds_no_longer_is_made_again(
         lead = pipeline.sessions[0]._coordinator._leader
         assert lead is not None
         took = lead._plan_step - lead._profile_step
-        pipeline.steps_until(lambda: lead._drift is not None and lead._drift.held >= took, 500)
+        pipeline.steps_until(lambda: lead._drift is not None and lead._drift.held >= took)
         slow_down(pipeline, 1.4)
         pipeline.steps_until(lambda: "planning again" in caplog.text)
         pipeline.steps_until(lambda: all(s.phase == "profile" for s in pipeline.sessions))
@@ -320,7 +320,7 @@ def test_every_number_of_microbatches_has_its_own_plan(tmp_path: Path) -> None:
 def test_a_plan_that_never_held_ends_the_job_at_default_clocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leader, "_REPORT_PERIOD_S", 0.0)
+    monkeypatch.setattr(publisher, "_REPORT_PERIOD_S", 0.0)
     with planning(build_1f1b(2, 4), tmp_path) as pipeline:
         pipeline.steps_until(lambda: any(tmp_path.glob("plan-*.json")))
         slow_down(pipeline, 1.4)
