@@ -63,11 +63,11 @@ def checks() -> Iterator[Row]:
     value = core_cases.sample(64).cuda()
     wanted = core_cases.step(module, value)
     before = torch.cuda.mem_get_info()[0]
-    pool = generic.group_pool(dist.group.WORLD, LEVELS)
+    executor = generic.attach(module, dist.group.WORLD, levels=LEVELS)
+    pool = executor.pool
     used_mib = (before - torch.cuda.mem_get_info()[0]) / len(LEVELS) / 2**20
     yield _row("memory per communicator", f"{used_mib:.0f} MiB")
     yield _row("communicators limit SMs", pool.limits_sms, pool.limits_sms)
-    executor = generic.attach(module, dist.group.WORLD, pool=pool)
     core_cases.step(module, value)
     for sms in LEVELS:
         core_cases.set_both(executor, OverlapSetting.parse(f"mlp@1:{sms}"))

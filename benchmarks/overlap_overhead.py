@@ -29,6 +29,8 @@ def main() -> None:
     )
     parser.add_argument("--gloo", action="store_true", help="measure between two processes too")
     arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds is {arguments.rounds} and must be 1 or more")
     rows = _rows(arguments.rounds, arguments.gloo)
     if arguments.json:
         print(json.dumps({"rows": rows}, indent=1))

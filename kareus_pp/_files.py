@@ -18,8 +18,21 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old file or the new one, never a part."""
-    target = Path(path)
+    """Write `text` to `path` so that a reader sees the old file or the new one, never a part.
+
+    Raises:
+        FormatError: The file cannot be written.
+    """
+    try:
+        _write_text(Path(path), text)
+    except OSError as error:
+        raise FormatError(
+            f"cannot write the file {os.fspath(path)!r} ({error.strerror or error}); name a file "
+            f"in a folder that can be written"
+        ) from None
+
+
+def _write_text(target: Path, text: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 
 from kareus_pp._files import read_document, validated, write_document
-from kareus_pp.errors import ProfileError
+from kareus_pp.errors import FormatError, ProfileError
 from kareus_pp.schedule import InstructionClass
 from kareus_pp.setting import Setting
 
@@ -190,10 +190,11 @@ class Profile:
         """Read and validate the JSON form.
 
         Raises:
-            FormatError: A value is missing, malformed, negative or not finite.
+            FormatError: A value is missing, malformed, negative or not finite; an option is there
+                twice; or a stage has no blocking power.
         """
         file = validated(_ProfileFile, body, "profile")
-        return cls(
+        profile = cls(
             options={
                 InstructionClass.parse(name): tuple(
                     Option(
@@ -220,6 +221,23 @@ class Profile:
             fingerprint=file.fingerprint,
             provenance=file.provenance,
         )
+        profile._check()
+        return profile
+
+    def _check(self) -> None:
+        for cls, options in self.options.items():
+            if cls.stage >= self.stages:
+                raise FormatError(
+                    f"the profile has options of instruction class {cls} and the blocking power "
+                    f"of {self.stages} stages; give one for every stage"
+                )
+            settings = [option.setting for option in options]
+            if len(set(settings)) < len(settings):
+                twice = next(s for s in settings if settings.count(s) > 1)
+                raise FormatError(
+                    f"the profile has option {twice} of instruction class {cls} more than once; "
+                    f"keep one of them"
+                )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile to a file, atomically."""
@@ -238,7 +256,7 @@ class _Strict(BaseModel):
 class _OptionFile(_Strict):
     setting: str
     time_s: NonNegativeFloat
-    energy_j: float
+    energy_j: NonNegativeFloat
     time_sd_s: NonNegativeFloat | None = None
     energy_sd_j: NonNegativeFloat | None = None
     origin: Origin = Origin.MEASURED

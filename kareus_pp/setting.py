@@ -48,13 +48,17 @@ class OverlapSetting(NamedTuple):
         """
         if text == "sequential":
             return SEQUENTIAL
-        launches = []
+        launches: list[Launch] = []
         for part in text.split(","):
             match = re.fullmatch(r"([A-Za-z][\w-]*)@(\d+):(\d+)", part)
             if match is None:
                 raise FormatError(
                     f"{text!r} is not an overlap setting; write 'sequential' or, for each "
                     f"partition kind, kind@slot:sms, as in 'attention@2:8,mlp@1:16'"
+                )
+            if match[1] in (launch.partition for launch in launches):
+                raise FormatError(
+                    f"{text!r} launches {match[1]!r} twice; name every partition kind once"
                 )
             launches.append(Launch(match[1], int(match[2]), int(match[3])))
         return cls(tuple(launches))

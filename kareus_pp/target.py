@@ -120,7 +120,15 @@ def parse_target(text: str) -> Target:
     lowest_allowed = kind in _MAY_BE_ZERO
     for number in numbers:
         if not math.isfinite(number) or number < 0 or (number == 0 and not lowest_allowed):
-            raise TargetError(f"the target {text!r} needs finite positive numbers")
+            raise TargetError(
+                f"the target {text!r} needs finite numbers "
+                f"{'of 0 or more' if lowest_allowed else 'above 0'}"
+            )
+    if kind is Cost and not any(numbers):
+        raise TargetError(
+            f"the target {text!r} puts no price on energy or time, so that every plan is as good; "
+            f"give at least one of the two"
+        )
     target: Target = kind(*numbers)
     return target
 

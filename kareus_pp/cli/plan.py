@@ -14,6 +14,7 @@ from rich.table import Table
 
 from kareus_pp.builders import P2P_MODES, SCHEDULE_NAMES, build_schedule
 from kareus_pp.errors import ConfigError, TargetError
+from kareus_pp.evaluate import FREE_SWITCHES
 from kareus_pp.plan import Plan
 from kareus_pp.planner import Planner, PlannerOptions, undominated
 from kareus_pp.planner.splitting import without_overlap
@@ -170,6 +171,8 @@ def _stage_clocks(texts: list[str]) -> dict[int, tuple[int, ...]]:
         if not equals or not stage.strip().isdigit():
             raise ConfigError(f"--stage-clocks is {text!r}; write stage=clocks, as in 2=1200,1410")
         found[int(stage)] = _numbers(clocks, "--stage-clocks", int)
+        if not found[int(stage)]:
+            raise ConfigError(f"--stage-clocks is {text!r} and names no clock; write 2=1200,1410")
     return found
 
 
@@ -198,6 +201,7 @@ def _report(
         "method": planner.method,
         "switch_delay_s": switch.delay_s,
         "switch_energy_j": switch.energy_j,
+        "switches_unknown": switch == FREE_SWITCHES and planner.options.switch_delay_s is None,
         "smoothing": planner.smoothing,
         "source": profile.device.source.value,
         "emulated": profile.device.source.is_emulated,
@@ -205,7 +209,7 @@ def _report(
 
 
 def _show(report: dict[str, Any], target: Target | None) -> None:
-    table = Table("time [s]", "energy [J]", "bound [J]", "gap [%]", "switches")
+    table = Table("time \\[s]", "energy [J]", "bound [J]", "gap [%]", "switches")
     for point in [*report["points"], *([report["chosen"]] if "chosen" in report else [])]:
         gap = "" if point["gap"] is None else f"{point['gap'] * 100:.3f}"
         table.add_row(
@@ -233,5 +237,5 @@ def _show(report: dict[str, Any], target: Target | None) -> None:
             f"no plan takes {wanted:.6g} s: the shortest iteration takes "
             f"{report['shortest_s']:.6g} s, and this is its plan"
         )
-    if not report["switch_delay_s"] and not report["switch_energy_j"]:
+    if report["switches_unknown"]:
         console.print("clock switches are free here: their delay is not known; see --switch-delay")

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten
 
+from kareus_pp.errors import OverlapError
 from kareus_pp.overlap.agreement import Agreement
 from kareus_pp.overlap.boundary import BlockCall, Tasks, apply_boundary
 from kareus_pp.overlap.communicators import CommunicatorPool
@@ -122,15 +123,33 @@ class OverlapExecutor:
         Args:
             phase: `forward` or `backward`.
             setting: The setting; it stays until another one is set.
+
+        Raises:
+            OverlapError: The phase or the setting is none, the executor is closed, or a block that
+                was observed lacks the partition or slot.
         """
+        if self.scheduler.closing:
+            raise OverlapError("the overlap executor is closed; attach a new one")
+        self.check(phase, setting)
         self._settings[phase] = setting
 
     def check(self, phase: str, setting: OverlapSetting) -> None:
         """Check a setting against the blocks that have been observed.
 
+        Args:
+            phase: `forward` or `backward`.
+            setting: The setting.
+
         Raises:
-            OverlapError: It names a partition or slot that a block does not have.
+            OverlapError: The phase or the setting is none, or a block does not have the partition
+                or slot.
         """
+        if phase not in self._settings:
+            raise OverlapError(f"{phase!r} is no phase; use 'forward' or 'backward'")
+        if not isinstance(setting, OverlapSetting):
+            raise OverlapError(
+                f"{setting!r} is no overlap setting; use OverlapSetting.parse('mlp@1:8')"
+            )
         for block in self.blocks:
             program = block.programs.get(phase)
             if program is not None:

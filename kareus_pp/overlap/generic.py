@@ -35,22 +35,25 @@ from kareus_pp.setting import Launch, OverlapSetting
 
 def attach(
     blocks: nn.Module | Sequence[nn.Module],
-    group: ProcessGroup,
+    group: ProcessGroup | None = None,
     batch_dimension: int = 0,
     swaps: Sequence[Swap] = (),
     agreement: Agreement | None = None,
-    pool: CommunicatorPool | None = None,
+    levels: Sequence[int] = (),
 ) -> OverlapExecutor:
     """Attach to blocks; their first training forward and backward are observed.
 
+    With levels a collective call: every rank of the job makes it, at the same place.
+
     Args:
         blocks: One block or several of the same rank.
-        group: Process group whose collectives are overlapped.
+        group: Process group whose collectives are overlapped; None: all ranks.
         batch_dimension: Batch dimension of inputs and outputs. Tensors whose size differs there
             are passed whole to both nanobatches.
         swaps: State that the blocks keep in globals across a collective.
         agreement: Agreement of the ranks; none: the caller gives all ranks the same settings.
-        pool: Communicators by number of SMs.
+        levels: Numbers of SMs for which to make communicators; every one costs GPU memory.
+            Without, the numbers in settings are of no effect.
 
     Returns:
         The executor; its `close` undoes everything.
@@ -58,6 +61,8 @@ def attach(
     Raises:
         OverlapError: A block's forward was replaced by a function that a shadow cannot call.
     """
+    group = group or dist.distributed_c10d._get_default_group()
+    pool = group_pool(group, levels) if levels else None
     executor = OverlapExecutor([group], swaps, agreement, pool)
     modules = [blocks] if isinstance(blocks, nn.Module) else list(blocks)
     try:
@@ -72,7 +77,11 @@ def attach(
 
 
 def find_partitions(
-    block: nn.Module, group: ProcessGroup, *args: Any, batch_dimension: int = 0, **kwargs: Any
+    block: nn.Module,
+    group: ProcessGroup | None,
+    *args: Any,
+    batch_dimension: int = 0,
+    **kwargs: Any,
 ) -> tuple[Partition, ...]:
     """Run a block once on a sample and report its partitions, forward before backward.
 
@@ -82,7 +91,7 @@ def find_partitions(
 
     Args:
         block: The block, in training mode.
-        group: Process group whose collectives are overlapped.
+        group: Process group whose collectives are overlapped; None: all ranks.
         *args: Sample arguments of the block.
         batch_dimension: Batch dimension of inputs and outputs.
         **kwargs: Sample keyword arguments.
@@ -100,7 +109,8 @@ def find_partitions(
     saved = [(parameter, parameter.grad) for parameter in block.parameters()]
     executor = attach(block, group, batch_dimension)
     try:
-        # Not sequential, so that reasons against overlap are looked for and reported.
+        # Not sequential, so that reasons against overlap are looked for and reported; nothing is
+        # observed yet that it could be checked against.
         executor.set_next("forward", OverlapSetting((Launch("any", 0),)))
         for parameter, _ in saved:
             parameter.grad = None

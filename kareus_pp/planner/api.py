@@ -13,7 +13,7 @@ from kareus_pp.plan import Frontier, Plan
 from kareus_pp.planner.engine import QUICK
 from kareus_pp.planner.fixed import FixedPlanner, relative_gap
 from kareus_pp.planner.grouping import LARGE
-from kareus_pp.planner.joint import JointRelaxation
+from kareus_pp.planner.joint import Aim, JointRelaxation
 from kareus_pp.planner.linear import usable_solver
 from kareus_pp.planner.options import PlannerOptions
 from kareus_pp.planner.problem import Place, Problem
@@ -34,6 +34,8 @@ from kareus_pp.target import (
 # Where microbatches can be split, the time limit is shared by so many plans, of which the best is
 # taken.
 PARTS = 8
+# How often the microbatches to split are chosen anew, at the time of the best plan so far.
+SPLIT_ROUNDS = 2
 # At how many deadlines of a frontier the microbatches to split are chosen anew.
 SPLIT_SAMPLES = 5
 
@@ -125,19 +127,27 @@ class Planner:
 
     @cached_property
     def _first(self) -> tuple[FixedPlanner, ...]:
-        """The planners that every question is put to."""
+        """The planners that every question is put to: those for the two ends of the frontier."""
         if not self._splittable:
             return (self._free,)
-        planners = [self._for(frozenset()), self._for(self._splittable)]
-        return tuple(
-            dict.fromkeys([*planners, *self._proposed(None, self.options.time_limit_s / PARTS)])
+        none = self._for(frozenset())
+        part_s = self.options.time_limit_s / PARTS
+        asked = dict.fromkeys(
+            [
+                none,
+                self._for(self._splittable),
+                *self._proposed("shortest", part_s),
+                *self._proposed("least energy", part_s),
+            ]
         )
+        return tuple(planner for planner in asked if planner.is_feasible) or (none,)
 
-    def _proposed(self, time_s: float | None, limit_s: float) -> list[FixedPlanner]:
-        """Planners for the microbatches worth splitting at a time; None: for the shortest."""
+    def _proposed(self, aim: Aim, limit_s: float) -> list[FixedPlanner]:
+        """Planners for the microbatches worth splitting."""
         if self._joint is None:
             return []
-        return [self._for(split) for split in self._joint.splits(time_s, limit_s)]
+        planners = [self._for(split) for split in self._joint.splits(aim, limit_s)]
+        return [planner for planner in planners if planner.is_feasible]
 
     @cached_property
     def _joint(self) -> JointRelaxation | None:
@@ -203,22 +213,32 @@ class Planner:
         limit_s = self.options.time_limit_s if refine_s is None else refine_s
         if not self._splittable:
             return self._free.plan(target, limit_s)
-        asked = target
-        if isinstance(target, Slowdown):
-            asked = Deadline(self.shortest_s * (1 + target.percent / 100))
+        asked = self._resolved(target)
         part_s = limit_s / PARTS
         plans, fault = self._plans(self._first, asked, part_s)
         if not plans:
             assert fault is not None
             raise fault
-        watts = self.problem.static_w
-        end_s = best(plans, asked, watts).time_s
-        assert end_s is not None
-        if isinstance(asked, Deadline | Straggler):
-            end_s = max(end_s, min(asked.time_s, self.longest_useful_s))
-        further = [p for p in self._proposed(end_s, part_s) if p not in self._first]
-        plans += self._plans(further, asked, part_s)[0]
+        watts, tried = self.problem.static_w, set(self._first)
+        for _ in range(SPLIT_ROUNDS):
+            end_s = best(plans, asked, watts).time_s
+            assert end_s is not None
+            if isinstance(asked, Deadline | Straggler):
+                end_s = max(end_s, min(asked.time_s, self.least_energy_s))
+            further = [p for p in self._proposed(end_s, part_s) if p not in tried]
+            if not further:
+                break
+            tried.update(further)
+            plans += self._plans(further, asked, part_s)[0]
         return self._bounded(best(plans, asked, watts), format_target(target))
+
+    def _resolved(self, target: Target) -> Target:
+        """The target with times that some way of splitting can do."""
+        if isinstance(target, Slowdown):
+            target = Deadline(self.shortest_s * (1 + target.percent / 100))
+        if isinstance(target, Deadline | Straggler):
+            return replace(target, time_s=max(target.time_s, self.shortest_s))
+        return target
 
     @staticmethod
     def _plans(
@@ -302,7 +322,8 @@ class Planner:
         times = np.linspace(first_s, last_s, SPLIT_SAMPLES)
         nearest = sorted(times.tolist(), key=lambda at: abs(at - time_s))[:2]
         shares = [self._joint.at(at) for at in nearest]
-        return [self._for(found.rounded(0.5)) for found in shares if found is not None]
+        planners = [self._for(found.rounded(0.5)) for found in shares if found is not None]
+        return [planner for planner in planners if planner.is_feasible]
 
     @property
     def _shortest(self) -> FixedPlanner:

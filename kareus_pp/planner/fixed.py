@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 
+from kareus_pp.errors import PlanError
 from kareus_pp.evaluate import FREE_SWITCHES, evaluate
 from kareus_pp.plan import Plan, Settings
 from kareus_pp.planner.engine import Effort, Engine, Solution
@@ -64,6 +65,14 @@ class FixedPlanner:
     def prices_switches(self) -> bool:
         """Whether clock switches have a price or a limit."""
         return isinstance(self._engine, SwitchEngine)
+
+    @cached_property
+    def is_feasible(self) -> bool:
+        """Whether any plan keeps the limits on clock switches."""
+        try:
+            return self._engine.shortest_s >= 0
+        except PlanError:
+            return False
 
     @property
     def shortest_s(self) -> float:

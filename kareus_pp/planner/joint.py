@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pulp
@@ -22,6 +22,7 @@ from kareus_pp.planner.problem import Place, Problem, build_problem, place_of
 from kareus_pp.profile import Profile
 from kareus_pp.schedule import Schedule
 
+Aim = float | Literal["shortest", "least energy"]
 # Shares from which on a microbatch is split, one way of rounding each.
 ROUNDINGS = (0.5, 0.05, 0.95)
 # Shares of up to so many microbatches are also sought as whole numbers.
@@ -35,8 +36,7 @@ class Shares:
     """A solution.
 
     Attributes:
-        cost_j: Sum of effective energies in joules; without meaning where the iteration was
-            minimised.
+        cost_j: Sum of effective energies in joules; only at an iteration time.
         share: How much of each microbatch is split, from 0 to 1.
     """
 
@@ -88,20 +88,20 @@ class JointRelaxation:
             self._known[time_s] = self._relaxed.solve(self._latest(time_s))
         return self._known[time_s]
 
-    def splits(self, time_s: float | None, limit_s: float) -> list[frozenset[Place]]:
+    def splits(self, aim: Aim, limit_s: float) -> list[frozenset[Place]]:
         """Sets of microbatches that are worth splitting, the most promising first.
 
         Args:
-            time_s: Iteration time, overhead included; None: for the shortest iteration.
+            aim: Iteration time, overhead included, or what to look for at any time.
             limit_s: Seconds to look for shares of 0 or 1, which is done where there are few.
         """
         found: dict[frozenset[Place], None] = {}
-        latest = None if time_s is None else self._latest(time_s)
+        latest = self._latest(aim) if isinstance(aim, float) else None
         if len(self._places) <= MOST_WHOLE and limit_s > 0:
-            exact = self._program(latest is None, whole=True, timeLimit=limit_s).solve(latest)
+            exact = self._program(aim, whole=True, timeLimit=limit_s).solve(latest)
             if exact is not None:
                 found[exact.rounded(0.5)] = None
-        relaxed = self._program(fastest=True).solve(None) if time_s is None else self.at(time_s)
+        relaxed = self.at(aim) if isinstance(aim, float) else self._program(aim).solve(None)
         if relaxed is not None:
             found.update(dict.fromkeys(relaxed.rounded(at) for at in ROUNDINGS))
         return list(found)
@@ -111,9 +111,9 @@ class JointRelaxation:
 
     @cached_property
     def _relaxed(self) -> _Program:
-        return self._program(fastest=False)
+        return self._program(0.0)
 
-    def _program(self, fastest: bool, whole: bool = False, **limits: float) -> _Program:
+    def _program(self, aim: Aim, whole: bool = False, **limits: float) -> _Program:
         model = pulp.LpProblem("joint", pulp.LpMinimize)
         end = add_variable(model, "end", 0)
         category = pulp.LpInteger if whole else pulp.LpContinuous
@@ -123,7 +123,12 @@ class JointRelaxation:
         }
         duration, cost = self._weights(model, share)
         _add_dependencies(model, self._whole, duration, end, self._second)
-        model.setObjective(pulp.LpAffineExpression([(end, 1.0)] if fastest else cost))
+        if aim == "shortest":
+            cost = [(end, 1.0)]
+        elif aim == "least energy":
+            # Time costs the blocking power.
+            cost.append((end, self._whole.static_w * self._joule / self._second))
+        model.setObjective(pulp.LpAffineExpression(cost))
         return _Program(model, end, share, make_solver(self._solver, **limits), self._joule)
 
     def _weights(

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from kareus_pp.errors import ProfileError
+from kareus_pp.errors import ConfigError, ProfileError
 from kareus_pp.evaluate import SwitchPrice
 from kareus_pp.planner.options import PlannerOptions
 from kareus_pp.profile import Option, Profile
@@ -171,6 +171,7 @@ def build_problem(
             overlap; all others have only those that do not. None: every instruction has both.
 
     Raises:
+        ConfigError: Clocks are given for a stage that is not there.
         ProfileError: A class, or the blocking power of a stage, is missing; a number is not
             finite or negative; or no profiled option of a class has an allowed clock.
     """
@@ -178,6 +179,12 @@ def build_problem(
         raise ProfileError(
             f"the profile knows the blocking power of {profile.stages} stages and the schedule "
             f"has {schedule.stages}; profile this pipeline, or give one power for each stage"
+        )
+    unknown = [stage for stage in options.stage_clocks_mhz if stage >= schedule.stages]
+    if unknown:
+        raise ConfigError(
+            f"clocks are given for stage {unknown[0]} and the schedule has stages 0 to "
+            f"{schedule.stages - 1}; name one of these"
         )
     power = profile.blocking_power_w[: schedule.stages]
     for stage, watts in enumerate(power):

@@ -89,11 +89,11 @@ def best(plans: Sequence[Plan], target: Target, static_w: float) -> Plan:
         if isinstance(target, Fastest | EnergyBudget | PowerCap):
             return time_s, energy_j
         if isinstance(target, EnergyDelayProduct):
-            return (time_s * energy_j,)
+            return time_s * energy_j, time_s
         if isinstance(target, Cost):
-            return (target.per_joule * energy_j + target.per_hour * time_s / 3600,)
+            return target.per_joule * energy_j + target.per_hour * time_s / 3600, time_s, energy_j
         if isinstance(target, Deadline | Straggler) and time_s > target.time_s * _TOLERANCE:
-            return math.inf, time_s
+            return math.inf, time_s, energy_j
         if isinstance(target, Straggler):
             # All wait for the other pipeline, and draw the blocking power as long as that takes.
             return energy_j - static_w * time_s, time_s

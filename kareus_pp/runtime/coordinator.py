@@ -339,7 +339,9 @@ class Coordinator:
                 raise ValueError(f"an assignment for steps {assignment.key} that were not observed")
             row = StageAssignment.prepare(assignment, self._topology.stage, instructions)
             if self.overlap is not None:
-                self.overlap.check(row)
+                note = self.overlap.check(row)
+                if note:
+                    self._warn_once("split", note)
             elif row.overlapped:
                 self._warn_once(
                     "overlap",

@@ -86,8 +86,11 @@ class OverlapFollower:
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             self.instruction_begin(kind, 0, 0)
 
-    def check(self, row: StageAssignment) -> None:
+    def check(self, row: StageAssignment) -> str:
         """Check the overlap settings of a row against the blocks of this rank.
+
+        Returns:
+            What the row asks for that will not run as asked, in words; empty where all will.
 
         Raises:
             OverlapError: One names a partition or slot that is not there, or an instruction that
@@ -105,6 +108,15 @@ class OverlapFollower:
                 raise OverlapError(
                     f"the plan has {instruction} at {setting}, which cannot be done: {error}"
                 ) from None
+        for kind, microbatch, chunk in row.overlapped:
+            other = Kind.BACKWARD if kind is Kind.FORWARD else Kind.FORWARD
+            if (other, microbatch, chunk) not in row.overlapped:
+                instruction = Instruction(self._stage, kind, microbatch, chunk)
+                return (
+                    f"the plan splits {instruction} and not the {other.word} of that microbatch: "
+                    f"neither overlaps, and both take other times than planned"
+                )
+        return ""
 
     def candidates(self, count: int) -> tuple[tuple[str, str], ...]:
         """At most `count` settings to measure, each of a forward and of its backward, as text."""

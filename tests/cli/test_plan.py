@@ -153,6 +153,13 @@ def test_split_backwards_and_chunks_are_derived_and_marked(table: Path, tmp_path
         (["--blocking-power", "60", "--power-cap", "1"], "least average power"),
         (["--blocking-power", "60", "--clocks", "5"], "allowed clocks"),
         (["--blocking-power", "60", "--stage-clocks", "5"], "stage=clocks"),
+        (["--blocking-power", "60", "--stage-clocks", "1="], "names no clock"),
+        (["--blocking-power", "60", "--stage-clocks", "9=900"], "stages 0 to 2"),
+        (["--blocking-power", "60", "--cost", "0,0"], "no price on energy or time"),
+        (["--blocking-power", "60", "--slowdown", "-5"], "of 0 or more"),
+        (["--blocking-power", "60", "--deadline", "0"], "above 0"),
+        (["--blocking-power", "60", "--points", "2", "-o", "/dev/null/x.json"], "cannot write"),
+        (["--blocking-power", "60", "--points", "2", "-o", "/"], "cannot write"),
         (["--blocking-power", "60", "--points", "0"], "at least 1"),
         (["--blocking-power", "60", "--solver", "none"], "solver"),
         (["--blocking-power", "60", "--deadline", "nan"], "finite"),
@@ -160,6 +167,42 @@ def test_split_backwards_and_chunks_are_derived_and_marked(table: Path, tmp_path
 )
 def test_mistakes_end_in_one_sentence(table: Path, arguments: list[str], message: str) -> None:
     assert message in refused("plan", table, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda options: options.append(options[0]), "more than once"),
+        (lambda options: options[0].update(energy_j=-1.0), "energy_j"),
+        (lambda options: options[0].update(setting="900/mlp@1:8,mlp@2:8"), "'mlp' twice"),
+    ],
+)
+def test_malformed_profiles_are_refused(tmp_path: Path, change: Any, message: str) -> None:
+    path = tmp_path / "profile.json"
+    gpu(3).save(path)
+    document = json.loads(path.read_text())
+    change(document["options"]["1F"])
+    path.write_text(json.dumps(document))
+    assert message in refused("plan", path)
+
+
+def test_a_profile_has_a_blocking_power_for_every_stage(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    gpu(3).save(path)
+    document = json.loads(path.read_text())
+    document["blocking_power_w"].pop()
+    path.write_text(json.dumps(document))
+    assert "blocking power of 2 stages" in refused("plan", path)
+
+
+@pytest.mark.parametrize(("delay", "unknown"), [(None, True), ("0", False), ("0.01", False)])
+def test_free_switches_are_said_to_be_so_where_nobody_priced_them(
+    table: Path, delay: str | None, unknown: bool
+) -> None:
+    price = [] if delay is None else ["--switch-delay", delay]
+    text = run("plan", table, "--blocking-power", "60", "--deadline", "90", *price)
+    assert ("their delay is not known" in text) == unknown
+    assert "time [s]" in text
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,10 @@ classes = st.builds(
     InstructionClass, small, kinds, small, st.booleans(), st.one_of(st.just(""), words)
 )
 launches = st.builds(Launch, words, small, small)
-overlaps = st.builds(OverlapSetting, st.lists(launches, max_size=3).map(tuple))
+overlaps = st.builds(
+    OverlapSetting,
+    st.lists(launches, max_size=3, unique_by=lambda launch: launch.partition).map(tuple),
+)
 clocks = st.one_of(st.none(), st.integers(1, 99999))
 settings_ = st.builds(Setting, clocks, overlaps)
 costs = st.floats(1e-6, 1e6, allow_nan=False)
@@ -25,12 +28,20 @@ spreads = st.one_of(st.none(), st.floats(0, 1e3))
 options = st.builds(
     Option, settings_, costs, costs, spreads, spreads, st.sampled_from(list(Origin))
 )
-profiles = st.builds(
-    Profile,
-    st.dictionaries(classes, st.lists(options, max_size=4).map(tuple), max_size=4),
-    st.lists(st.floats(0, 1e3), min_size=1, max_size=4).map(tuple),
-    st.builds(Overhead, st.floats(0, 1), st.floats(0, 1)),
-)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    """Profiles of up to 4 stages; every option of a class has another setting."""
+    powers = tuple(draw(st.lists(st.floats(0, 1e3), min_size=1, max_size=4)))
+    stages = st.integers(0, len(powers) - 1)
+    known = st.builds(lambda cls, stage: cls._replace(stage=stage), classes, stages)
+    several = st.lists(options, max_size=4, unique_by=lambda option: option.setting)
+    return Profile(
+        draw(st.dictionaries(known, several.map(tuple), max_size=4)),
+        powers,
+        Overhead(draw(st.floats(0, 1)), draw(st.floats(0, 1))),
+    )
 
 
 @st.composite

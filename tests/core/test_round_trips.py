@@ -56,7 +56,7 @@ def test_schedule_file_form(schedule: Schedule) -> None:
     assert again.signature == schedule.signature
 
 
-@given(profiles)
+@given(profiles())
 def test_profile_file_form(profile: Profile) -> None:
     assert Profile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
 

@@ -290,7 +290,7 @@ def run(operations: int, steps: int) -> None:
 
 
 def test_some_random_operations() -> None:
-    run(200, 40)
+    run(120, 40)
 
 
 @pytest.mark.slow

@@ -112,7 +112,11 @@ def refused() -> list[str]:
     attempt(lambda: executor.check("forward", OverlapSetting.parse("attention@0:0")))
     attempt(lambda: executor.check("forward", OverlapSetting.parse("mlp@9:0")))
     executor.check("forward", SPLIT)
+    attempt(lambda: executor.set_next("forward", OverlapSetting.parse("mlp@9:0")))
+    attempt(lambda: executor.set_next("sideways", SPLIT))
+    attempt(lambda: executor.set_next("forward", "mlp@1:0"))  # type: ignore[arg-type]
     executor.close()
+    attempt(lambda: executor.set_next("forward", SPLIT))
     return messages
 
 
@@ -211,14 +215,14 @@ def hooks_of_step(setting: str) -> list[int]:
 
 def communicators() -> tuple[list[int], float, bool]:
     """Which level serves a number of SMs, and that other communicators give the same result."""
-    pool = generic.group_pool(dist.group.WORLD, (8, 2, 4))
     own = dist.group.WORLD
+    module, value = block(), sample()
+    wanted = step(module, value)
+    executor = generic.attach(module, own, levels=(8, 2, 4))
+    pool = executor.pool
     level_of = {id(pool.select(own, level)): level for level in pool.levels}
     level_of[id(own)] = 0
     chosen = [level_of[id(pool.select(own, sms))] for sms in (0, 1, 2, 3, 4, 7, 8, 100)]
-    module, value = block(), sample()
-    wanted = step(module, value)
-    executor = generic.attach(module, own, pool=pool)
     step(module, value)
     set_both(executor, SPLIT)
     worst = error(step(module, value), wanted)
@@ -264,7 +268,7 @@ def soak(steps: int, device: torch.device | str = "cpu") -> dict[str, Any]:
     tracemalloc.stop()
     return {
         "steps": steps,
-        "failures": failures,
+        "injected_failures": failures,
         "max_rel_error": worst,
         "tensors_grown": objects - baseline[0],
         "memory_grown_bytes": memory - baseline[1],

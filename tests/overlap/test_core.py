@@ -34,12 +34,17 @@ def test_partitions_of_a_block_are_found(two_ranks: Ranks) -> None:
 
 
 def test_user_mistakes_are_said_in_words(two_ranks: Ranks) -> None:
-    for small, evaluation, partition, slot in two_ranks.run(core_cases.refused):
+    for small, evaluation, partition, slot, *others in two_ranks.run(core_cases.refused):
         assert "microbatch size is 1" in small
         assert "block.train()" in evaluation
         assert "'attention'" in partition
         assert "it has mlp" in partition
         assert "slots 0 to 2 (entry, f:up, f:down)" in slot
+        again, phase, kind, closed = others
+        assert again == slot
+        assert "'forward' or 'backward'" in phase
+        assert "OverlapSetting.parse" in kind
+        assert "is closed" in closed
 
 
 def test_forward_and_backward_that_differ_still_give_the_gradient(two_ranks: Ranks) -> None:
@@ -159,7 +164,7 @@ def test_long_soak(two_ranks: Ranks) -> None:
 
 
 def check_soak(found: dict[str, float]) -> None:
-    assert found["failures"] > 0
+    assert found["injected_failures"] > 0
     assert found["max_rel_error"] <= 1e-12
     assert found["tensors_grown"] <= 8
     assert found["memory_grown_bytes"] < 100_000

@@ -220,6 +220,51 @@ def test_a_frontier_takes_what_is_best_at_each_of_its_times() -> None:
     assert number == sorted(number, reverse=True)
 
 
+def clocks_apart(number: int) -> Profile:
+    """Overlap saves time and energy, but in forwards only at the highest clock, and in backwards
+    only at the lowest."""
+    known = profile(0.7, 0.7)
+    only = {Kind.FORWARD: 1000, Kind.BACKWARD: 500}
+    options = {
+        cls: tuple(
+            o
+            for o in own
+            if o.setting.overlap == SEQUENTIAL or o.setting.clock_mhz == only[cls.kind]
+        )
+        for cls, own in known.options.items()
+    }
+    return replace(known, options=options, blocking_power_w=(80.0,) * number)
+
+
+@pytest.mark.parametrize("known", [clocks_apart(2), profile(0.9, 1.05), profile(0.8, 0.8)])
+def test_an_energy_budget_is_met_down_to_the_least_energy(known: Profile) -> None:
+    planner = Planner(SCHEDULE, known, QUICK)
+    least = planner.plan(LeastEnergy())
+    assert least.energy_j is not None
+    met = planner.plan(EnergyBudget(1.001 * least.energy_j))
+    assert met.energy_j is not None
+    assert met.energy_j <= 1.001 * least.energy_j
+    with pytest.raises(TargetError):
+        planner.plan(EnergyBudget(0.98 * least.energy_j))
+
+
+@pytest.mark.parametrize("known", [clocks_apart(2), profile(0.9, 1.05), profile(0.8, 0.8)])
+def test_deadlines_beyond_the_ends_are_answered_with_the_ends(known: Profile) -> None:
+    planner = Planner(SCHEDULE, known, QUICK)
+    ends = {0.01: planner.plan(Fastest()), 1e3: planner.plan(LeastEnergy())}
+    for deadline_s, end in ends.items():
+        plan = planner.plan(Deadline(deadline_s))
+        assert plan.energy_j == pytest.approx(end.energy_j)
+        assert plan.time_s == pytest.approx(end.time_s)
+
+
+def test_limits_on_switches_that_a_split_cannot_keep_leave_the_others() -> None:
+    """All split means two clocks on every stage: at most one switch is kept by whole plans."""
+    limited = replace(QUICK, max_switches=1)
+    plan = Planner(SCHEDULE, clocks_apart(2), limited).plan(Fastest())
+    assert all(split == {False} for split in kinds_split(SCHEDULE, plan.settings).values())
+
+
 def test_only_what_has_options_for_both_can_be_split() -> None:
     known = profile(0.8, 0.8, without=(Kind.BACKWARD, 1))
     assert {stage for stage, _, _ in splittable(SCHEDULE, known, QUICK)} == {0}

@@ -14,7 +14,7 @@ from kareus_pp.measure import load_runs
 from kareus_pp.plan import Plan
 from kareus_pp.planner import Planner, PlannerOptions
 from kareus_pp.profile import DeviceFacts, Option, Profile, Source
-from kareus_pp.schedule import Instruction, Schedule
+from kareus_pp.schedule import Instruction, Kind, Schedule
 from kareus_pp.setting import SEQUENTIAL, OverlapSetting, Setting
 from kareus_pp.target import Fastest
 from tests.runtime.pipeline import Pipeline, make_pipeline
@@ -155,6 +155,31 @@ def test_a_plan_that_cannot_be_done_is_refused_in_words(
     assert "which cannot be done: there is no attention in the forward" in caplog.text
     for executor in executors:
         assert all(settings is None for _, settings in executor.begun)
+
+
+def test_a_plan_that_splits_a_forward_alone_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = build_1f1b(2, 4)
+    whole = overlapping_plan(schedule)
+    rows = [list(row) for row in whole.settings]
+    for order, row in zip(schedule.order, rows, strict=True):
+        for place, instruction in enumerate(order):
+            if instruction.kind is Kind.BACKWARD:
+                row[place] = Setting(1200)
+    Plan(schedule, tuple(map(tuple, rows))).save(tmp_path / "plan.json")
+    with (
+        caplog.at_level(logging.WARNING, "kareus_pp"),
+        make_pipeline(schedule, tmp_path, plan=str(tmp_path / "plan.json")) as pipeline,
+    ):
+        followed(pipeline)
+        pipeline.steps_until(lambda: all(s.phase == "apply" for s in pipeline.sessions))
+        for _ in range(4):
+            pipeline.step()
+    said = [r.getMessage() for r in caplog.records if "and not the backward of" in r.getMessage()]
+    assert len(said) == 2, "once on each rank"
+    assert "splits 0F2 and" in said[0] + said[1]
+    assert not any(s.standing_down for s in pipeline.sessions)
 
 
 def test_a_plan_that_overlaps_is_said_to_be_sequential_where_overlap_is_off(
