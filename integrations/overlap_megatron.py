@@ -22,7 +22,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from kareus_pp.errors import OverlapError
-from kareus_pp.overlap.executor import OverlapBlock, OverlapExecutor, replace_forward
+from kareus_pp.overlap.block import OverlapBlock, replace_forward
+from kareus_pp.overlap.executor import OverlapExecutor
 from kareus_pp.overlap.generic import group_agreement, group_pool
 from kareus_pp.overlap.run import Swap
 from kareus_pp.overlap.swaps import Variable, random_tracker

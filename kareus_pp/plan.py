@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat
 from kareus_pp._files import read_document, validated, write_document
 from kareus_pp.errors import FormatError, PlanError
 from kareus_pp.profile import Profile, Source
-from kareus_pp.schedule import Instruction, Schedule
+from kareus_pp.schedule import Instruction, Kind, Schedule
 from kareus_pp.setting import DEFAULT_SETTING, Setting
 
 FORMAT_VERSION = 1
@@ -61,6 +61,16 @@ class Plan:
         Fixed instructions keep the clock they find.
         """
         return sum(count_switches(clocks) for clocks in self.clocks_mhz)
+
+    @property
+    def half_split(self) -> str:
+        """What the plan splits by halves only, see `half_split`; empty where there is nothing."""
+        pairs = (
+            pair
+            for order, row in zip(self.schedule.order, self.settings, strict=True)
+            for pair in zip(order, row, strict=True)
+        )
+        return half_split({i: s for i, s in pairs if not s.overlap.is_sequential})
 
     @property
     def clocks_mhz(self) -> tuple[tuple[int | None, ...], ...]:
@@ -146,6 +156,22 @@ def count_switches(clocks: Iterable[int | None]) -> int:
     """Clock changes of a repeated sequence of clocks; from its last to its first counts too."""
     row = tuple(clocks)
     return sum(before != after for before, after in zip(row[-1:] + row[:-1], row, strict=True))
+
+
+def half_split(overlapped: Collection[Instruction]) -> str:
+    """Say which forward overlaps without its backward, or the reverse; empty where none does.
+
+    Args:
+        overlapped: All instructions whose settings are not sequential.
+    """
+    for instruction in overlapped:
+        other = Kind.BACKWARD if instruction.kind is Kind.FORWARD else Kind.FORWARD
+        if instruction._replace(kind=other) not in overlapped:
+            return (
+                f"the plan splits {instruction} and not the {other.word} of that microbatch: "
+                f"neither overlaps, and both take other times than planned"
+            )
+    return ""
 
 
 def default_settings(schedule: Schedule) -> Settings:

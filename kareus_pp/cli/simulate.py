@@ -51,6 +51,7 @@ def simulate(
         "switches": loaded_plan.switches,
         "switch_delay_s": price.delay_s,
         "switch_energy_j": price.energy_j,
+        "note": loaded_plan.half_split,
         "source": loaded.device.source.value,
         "emulated": loaded.device.source.is_emulated,
     }
@@ -61,3 +62,5 @@ def simulate(
     typer.echo(f"time {found.time_s:.6g} s, energy {found.energy_j:.6g} J{kind}")
     for stage, idle in enumerate(found.idle_s):
         typer.echo(f"stage {stage}: idle {idle:.6g} s")
+    if report["note"]:
+        typer.echo(f"note: {report['note']}")

@@ -9,31 +9,28 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_flatten
 
 from kareus_pp.errors import OverlapError
 from kareus_pp.overlap.agreement import Agreement
-from kareus_pp.overlap.boundary import BlockCall, Tasks, apply_boundary
+from kareus_pp.overlap.boundary import Tasks
 from kareus_pp.overlap.communicators import CommunicatorPool
 from kareus_pp.overlap.observe import Recorder
 from kareus_pp.overlap.partitions import Partition, Program
-from kareus_pp.overlap.run import Run, Swap
-from kareus_pp.overlap.scheduler import Scheduler, is_nanobatch_thread
+from kareus_pp.overlap.run import BACKWARD, FORWARD, Run, Swap
+from kareus_pp.overlap.scheduler import Scheduler
 from kareus_pp.overlap.search import Candidate, joint_candidates
-from kareus_pp.overlap.shadow import ShadowTree
-from kareus_pp.overlap.slots import SlotHooks
 from kareus_pp.overlap.swaps import RandomState
 from kareus_pp.schedule import Instruction, Kind
 from kareus_pp.setting import SEQUENTIAL, OverlapSetting, Setting
 
+if TYPE_CHECKING:
+    from kareus_pp.overlap.block import OverlapBlock
+
 _logger = logging.getLogger(__name__)
-FORWARD, BACKWARD = "forward", "backward"
 
 
 class OverlapExecutor:
@@ -115,7 +112,7 @@ class OverlapExecutor:
         elif instruction.kind is Kind.BACKWARD:
             self._settings[BACKWARD] = setting.overlap
         elif not setting.overlap.is_sequential:
-            self._refuse(f"a {instruction.kind.word} instruction cannot be split")
+            self.refuse(f"a {instruction.kind.word} instruction cannot be split")
 
     def set_next(self, phase: str, setting: OverlapSetting) -> None:
         """Set the overlap setting of the next forwards or backwards.
@@ -192,7 +189,8 @@ class OverlapExecutor:
         """The setting of the instruction that runs now."""
         return self._settings[phase] if self._agreed else SEQUENTIAL
 
-    def _refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> None:
+        """Count a reason why something runs sequentially, and say it the first time."""
         self.reasons[reason] += 1
         if reason not in self._said:
             self._said.add(reason)
@@ -219,197 +217,3 @@ class OverlapExecutor:
             ),
             tasks,
         )
-
-
-class OverlapBlock:
-    """A module whose forward and backward run as nanobatches where the settings say so.
-
-    Args:
-        executor: The executor it belongs to; registers the block there.
-        module: The module.
-        name: Name in messages.
-        output_dimension: Batch dimension of its outputs.
-        hidden: Attributes of the module that its shadow does not get.
-        refusal: Why this block always runs sequentially; empty where it need not.
-        undo: Called when the block is detached.
-        complete_shadow: Called with the shadow whenever it was refreshed, to replace modules that
-            the block names in other ways than as submodules.
-
-    Attributes:
-        programs: What was observed, by phase.
-        refusal: Why this block always runs sequentially; empty where it need not.
-    """
-
-    def __init__(
-        self,
-        executor: OverlapExecutor,
-        module: nn.Module,
-        name: str,
-        output_dimension: int,
-        hidden: tuple[str, ...] = (),
-        refusal: str = "",
-        undo: Callable[[], None] = lambda: None,
-        complete_shadow: Callable[[ShadowTree], None] = lambda tree: None,
-    ) -> None:
-        self.name = name
-        self.refusal = refusal
-        self.module = module
-        self.programs: dict[str, Program] = {}
-        self._executor = executor
-        self._output_dimension = output_dimension
-        self._hooks = SlotHooks(module)
-        self._shadow: ShadowTree | None = None
-        self._hidden = hidden
-        self._undo = undo
-        self._complete_shadow = complete_shadow
-        executor.blocks.append(self)
-
-    def decide(self, reason: Callable[[], str]) -> bool:
-        """Whether the forward that begins now is to run through the boundary.
-
-        The first training forward of a block is observed, whatever its setting.
-
-        Args:
-            reason: Gives the reason against it in words, empty where there is none; asked only
-                where the setting wants nanobatches.
-        """
-        executor = self._executor
-        wanted = not executor.setting_for(FORWARD).is_sequential
-        if not torch.is_grad_enabled() or not self.module.training:
-            if wanted:
-                executor._refuse(f"{self.name}: evaluation wants no backward")
-            return False
-        if is_nanobatch_thread():
-            return False
-        if not wanted and FORWARD in self.programs:
-            executor.executed[FORWARD, "sequential"] += 1
-            return False
-        why = self.refusal or reason()
-        if not why:
-            return True
-        if wanted:
-            executor._refuse(f"{self.name}: {why}")
-        executor.executed[FORWARD, "sequential"] += 1
-        return False
-
-    def shadow_of(self, module: nn.Module) -> nn.Module:
-        """The module that nanobatch 1 uses in place of one of the block's."""
-        assert self._shadow is not None
-        return self._shadow.of(module)
-
-    def execute(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dimensions: list[int | None],
-        batch: int,
-    ) -> Any:
-        """Run a forward through the boundary.
-
-        Args:
-            function: Called with the number of the nanobatch, then as the block's forward.
-            args: Positional arguments of the whole microbatch.
-            kwargs: Keyword arguments.
-            dimensions: Batch dimension of every leaf of the arguments, in the order of torch's
-                pytree; None where both nanobatches share it whole.
-            batch: Batch size of the microbatch, at least 2.
-
-        Returns:
-            What the block returns for the whole microbatch.
-        """
-        if self._shadow is None:
-            self._shadow = ShadowTree(self.module, self._hidden)
-        else:
-            self._shadow.refresh()
-        self._complete_shadow(self._shadow)
-        leaves, spec = tree_flatten((args, kwargs))
-        observes = FORWARD not in self.programs
-        if observes or not self._hooks.installed:
-            self._hooks.install()
-        call = BlockCall(
-            function=function,
-            leaves=leaves,
-            spec=spec,
-            dimensions=dimensions,
-            output_dimension=self._output_dimension,
-            sizes=(batch,) if observes else (batch - batch // 2, batch // 2),
-        )
-        if observes:
-            return apply_boundary(call, self._observe_forward, self._observe_backward)
-        return apply_boundary(call, self._run_forward, self._run_backward)
-
-    def _run_forward(self, tasks: Tasks) -> list[Any]:
-        executor = self._executor
-        executor.executed[FORWARD, "split"] += 1
-        setting = executor.setting_for(FORWARD)
-        return executor.run(FORWARD, tasks, self.programs.get(FORWARD), setting)
-
-    def _run_backward(self, tasks: Tasks) -> list[Any]:
-        executor = self._executor
-        setting = executor.setting_for(BACKWARD)
-        how = "serial" if setting.is_sequential else "split"
-        executor.executed[BACKWARD, how] += 1
-        if setting.is_sequential:
-            executor._refuse(
-                f"{self.name}: the forward of a microbatch was split and its backward is not to "
-                f"overlap, so its halves run one after the other"
-            )
-        return executor.run(BACKWARD, tasks, self.programs.get(BACKWARD), setting)
-
-    def _observe_forward(self, tasks: Tasks) -> list[Any]:
-        return self._observe(FORWARD, tasks)
-
-    def _observe_backward(self, tasks: Tasks) -> list[Any]:
-        return self._observe(BACKWARD, tasks)
-
-    def _observe(self, phase: str, tasks: Tasks) -> list[Any]:
-        executor, recorder = self._executor, Recorder()
-        executor.executed[phase, "observed"] += 1
-        (task,) = tasks
-
-        def observed() -> Any:
-            with recorder.operations():
-                return task()
-
-        results = executor.run(phase, [observed], None, SEQUENTIAL, recorder)
-        self.programs[phase] = recorder.program(phase)
-        return results
-
-    def hook_for(self, settings: Iterable[OverlapSetting]) -> None:
-        """Hook only the boundaries at which the settings of a step launch, between two steps."""
-        if self.refusal or len(self.programs) < 2:
-            return
-        launches = {launch for setting in settings for launch in setting.launches}
-        events = {
-            program.event_at(position, launch.slot)
-            for program in self.programs.values()
-            for position, kind in enumerate(program.sequence)
-            for launch in launches
-            if launch.partition == kind
-        }
-        self._hooks.install(frozenset(event for event in events if event is not None))
-
-    def unhook(self) -> None:
-        """Take the hooks away between two steps; the next split forward sets them again."""
-        self._hooks.remove()
-
-    def detach(self) -> None:
-        """Take the hooks away and leave the module as it was."""
-        self._undo()
-        self._hooks.remove()
-        self._shadow = None
-
-
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Replace the forward of one instance; returns a function that puts the old one back."""
-    previous = module.__dict__.get("forward")
-    module.forward = forward  # type: ignore[method-assign]
-
-    def undo() -> None:
-        if previous is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.forward = previous  # type: ignore[method-assign]
-
-    return undo

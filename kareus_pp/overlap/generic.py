@@ -25,8 +25,9 @@ from torch.utils._pytree import tree_leaves
 
 from kareus_pp.errors import OverlapError
 from kareus_pp.overlap.agreement import Agreement
+from kareus_pp.overlap.block import OverlapBlock, replace_forward
 from kareus_pp.overlap.communicators import CommunicatorPool
-from kareus_pp.overlap.executor import OverlapBlock, OverlapExecutor, replace_forward
+from kareus_pp.overlap.executor import OverlapExecutor
 from kareus_pp.overlap.partitions import Partition
 from kareus_pp.overlap.run import Swap
 from kareus_pp.overlap.shadow import ShadowTree

@@ -13,6 +13,8 @@ from kareus_pp.overlap.interception import Collective
 from kareus_pp.overlap.partitions import Program
 from kareus_pp.setting import OverlapSetting
 
+FORWARD, BACKWARD = "forward", "backward"
+"""The phases."""
 Task = Callable[[], Any]
 
 

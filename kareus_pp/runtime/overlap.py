@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from kareus_pp.errors import OverlapError
+from kareus_pp.plan import half_split
 from kareus_pp.runtime.steps import Place, StageAssignment
 from kareus_pp.schedule import Instruction, Kind
 from kareus_pp.setting import DEFAULT_SETTING, OverlapSetting, Setting
@@ -96,8 +97,11 @@ class OverlapFollower:
             OverlapError: One names a partition or slot that is not there, or an instruction that
                 is never split.
         """
-        for (kind, microbatch, chunk), setting in row.overlapped.items():
-            instruction = Instruction(self._stage, kind, microbatch, chunk)
+        overlapped = {
+            Instruction(self._stage, *place): setting for place, setting in row.overlapped.items()
+        }
+        for instruction, setting in overlapped.items():
+            kind = instruction.kind
             try:
                 if kind not in (Kind.FORWARD, Kind.BACKWARD):
                     raise OverlapError(
@@ -108,15 +112,7 @@ class OverlapFollower:
                 raise OverlapError(
                     f"the plan has {instruction} at {setting}, which cannot be done: {error}"
                 ) from None
-        for kind, microbatch, chunk in row.overlapped:
-            other = Kind.BACKWARD if kind is Kind.FORWARD else Kind.FORWARD
-            if (other, microbatch, chunk) not in row.overlapped:
-                instruction = Instruction(self._stage, kind, microbatch, chunk)
-                return (
-                    f"the plan splits {instruction} and not the {other.word} of that microbatch: "
-                    f"neither overlaps, and both take other times than planned"
-                )
-        return ""
+        return half_split(overlapped)
 
     def candidates(self, count: int) -> tuple[tuple[str, str], ...]:
         """At most `count` settings to measure, each of a forward and of its backward, as text."""

@@ -15,7 +15,10 @@ from kareus_pp.builders import build_schedule
 from kareus_pp.cli.main import app
 from kareus_pp.errors import KareusError
 from kareus_pp.plan import Frontier, Plan
+from kareus_pp.profile import Option, Profile
 from kareus_pp.profile_csv import load_any_profile
+from kareus_pp.schedule import Instruction, Kind
+from kareus_pp.setting import Setting
 from tests.planner.test_switches import gpu
 
 runner = CliRunner()
@@ -97,6 +100,29 @@ def test_every_target_gives_a_plan_that_simulates_to_its_figures(
     assert Plan.load(output).time_s == point["time_s"]
 
 
+def test_simulating_a_plan_that_splits_half_a_microbatch_says_that_nothing_overlaps(
+    tmp_path: Path,
+) -> None:
+    schedule = build_schedule("1f1b", 2, 2)
+    split = Setting.parse("1410/mlp@1:0")
+    options = {
+        cls: tuple(Option(s, 0.01, 2.0) for s in (Setting(1410), split)) for cls in schedule.classes
+    }
+    profile, output = tmp_path / "profile.json", tmp_path / "plan.json"
+    Profile(options, (60.0, 60.0)).save(profile)
+    halves = {Instruction(1, Kind.FORWARD, 1), Instruction(0, Kind.BACKWARD, 1)}
+    for chosen in (halves, {Instruction(0, kind, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)}):
+        settings = tuple(
+            tuple(split if i in chosen else Setting(1410) for i in order)
+            for order in schedule.order
+        )
+        Plan(schedule, settings).save(output)
+        text = run("simulate", output, "--profile", profile)
+        note = json.loads(run("simulate", output, "--profile", profile, "--json"))["note"]
+        assert ("splits 0B1 and not the forward" in note) == (chosen is halves)
+        assert ("note: the plan splits 0B1" in text) == (chosen is halves)
+
+
 def test_a_deadline_below_the_shortest_is_answered_with_the_shortest(table: Path) -> None:
     text = run("plan", table, "--microbatches", "2", "--blocking-power", "60", "--deadline", "0.01")
     assert "no plan takes 0.01 s: the shortest iteration takes" in " ".join(text.split())
@@ -117,7 +143,6 @@ def test_waits_for_messages_are_planned_with(table: Path, tmp_path: Path, p2p: s
 
 def test_split_backwards_and_chunks_are_derived_and_marked(table: Path, tmp_path: Path) -> None:
     from kareus_pp.profile_csv import fit_to_schedule
-    from kareus_pp.schedule import Kind
     from tests.planner.problems import SCHEDULES
 
     profile = load_any_profile(table, [60.0])
