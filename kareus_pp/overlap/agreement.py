@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import ClassVar
 
 from torch.distributed.distributed_c10d import Store
+
+from kareus_pp.errors import OverlapError
 
 _logger = logging.getLogger(__name__)
 _AGREED, _REFUSED, _DECLINED = "agreed", "refused", "declined"
@@ -24,6 +28,9 @@ _PATIENCE = 3
 class Agreement:
     """Agreement of the ranks of one group, step by step, through a key-value store.
 
+    The ranks of a group make their agreements in the same order: each has keys of its own, so that
+    what was said through a former one, of a step of the same number, is never taken for an answer.
+
     Args:
         store: A store that all ranks of the group reach, such as the job's TCPStore. The rank
             that hosts it must outlive the others' steps.
@@ -31,13 +38,25 @@ class Agreement:
         rank: Rank within the group.
         size: Number of ranks of the group.
         timeout_s: Longest wait for the other ranks at the beginning of a step.
+
+    Raises:
+        OverlapError: The timeout is no positive, finite number.
     """
+
+    _made: ClassVar[Counter[tuple[str, int]]] = Counter()
 
     def __init__(
         self, store: Store, group: str, rank: int, size: int, timeout_s: float = 10.0
     ) -> None:
+        if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
+            raise OverlapError(
+                f"the timeout of an agreement is {timeout_s!r}; give a number of seconds above 0, "
+                f"as 10.0"
+            )
         self._store = store
-        self._prefix = f"kareus/overlap/{group}"
+        self._prefix = f"kareus/overlap/{group}/{self._made[group, rank]}"
+        self._made[group, rank] += 1
+        self._last = -1
         self._rank, self._size = rank, size
         self._timeout = timedelta(seconds=timeout_s)
         self._said = False
@@ -49,11 +68,15 @@ class Agreement:
         Never raises: where the store fails, the answer is no.
 
         Args:
-            step: Number of the step; each is asked for once.
+            step: Number of the step, above those of all steps before.
             facts: What must be the same: settings, communicator levels, reasons against overlap.
         """
         if self._size == 1:
             return True
+        if step <= self._last:
+            self._say(f"step {step} does not come after step {self._last}, which was agreed on")
+            return False
+        self._last = step
         if self._timeouts >= _PATIENCE:
             self.decline(step)
             return False

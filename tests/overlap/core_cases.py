@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import tracemalloc
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -142,11 +143,8 @@ def agreement(wish: str) -> list[Any]:
     store = dist.distributed_c10d._get_default_store()
     module, value = block(), sample()
     wanted = step(module, value)
-    # Only the rank that is to lose its patience has little of it.
-    patient, impatient = (
-        Agreement(store, wish, rank, dist.get_world_size(), timeout_s) for timeout_s in (60, 0.2)
-    )
-    executor = generic.attach(module, dist.group.WORLD, agreement=patient)
+    agreed = Agreement(store, wish, rank, dist.get_world_size(), 60.0)
+    executor = generic.attach(module, dist.group.WORLD, agreement=agreed)
     step(module, value)
     answers = []
     for number in range(4):
@@ -154,9 +152,10 @@ def agreement(wish: str) -> list[Any]:
         if number == 1 and wish == "differ" and rank == 1:
             setting = OverlapSetting.parse("mlp@2:4")
         if number == 1 and wish == "late" and rank == 1:
-            store.wait([f"kareus/overlap/{wish}/{number}/decision"])
+            store.wait([f"{agreed._prefix}/{number}/decision"])
+        # Only the rank that is to lose its patience has little of it.
         late = number == 1 and wish == "late" and rank == 0
-        executor._agreement = impatient if late else patient
+        agreed._timeout = timedelta(seconds=0.2 if late else 60.0)
         answers.append(executor.begin_step(number, [setting]))
         set_both(executor, setting)
         assert error(step(module, value), wanted) <= 1e-12

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed import HashStore
 
 from kareus_pp.errors import OverlapError
-from kareus_pp.overlap.agreement import Agreement
+from kareus_pp.overlap.agreement import Agreement, digest
 from kareus_pp.overlap.communicators import check_grids, launched_grids
 from kareus_pp.overlap.partitions import (
     Partition,
@@ -93,9 +95,26 @@ def test_a_rank_that_declines_makes_the_others_refuse_at_once() -> None:
     for step in (1, 2, 3):
         one.decline(step)
         other.decline(step)
-    assert not store.check(["kareus/overlap/group/0/decision"]), "what is past is deleted"
-    assert not store.check(["kareus/overlap/group/0/0"])
-    assert not store.check(["kareus/overlap/group/0/1"])
+    assert not store.check([f"{one._prefix}/0/decision"]), "what is past is deleted"
+    assert not store.check([f"{one._prefix}/0/0"])
+    assert not store.check([f"{one._prefix}/0/1"])
+
+
+def test_what_was_said_before_is_no_answer() -> None:
+    """Attached anew, steps count from 0 again; a rank must not take old words for its peer's."""
+    store = HashStore()
+    one = Agreement(store, "again", 0, 2, timeout_s=0.01)
+    store.set(f"{one._prefix}/0/1", digest(["split"]))
+    assert one.agree(0, ["split"])
+    assert not one.agree(0, ["split"]), "a step is agreed on once"
+    anew = Agreement(store, "again", 0, 2, timeout_s=0.01)
+    assert not anew.agree(0, ["split"]), "the other said nothing yet"
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), "a", None])
+def test_a_timeout_that_is_none_is_refused(timeout_s: Any) -> None:
+    with pytest.raises(OverlapError, match=r"timeout of an agreement is .*above 0"):
+        Agreement(HashStore(), "group", 0, 2, timeout_s)
 
 
 def test_a_rank_that_never_answers_is_given_up() -> None:
@@ -104,10 +123,10 @@ def test_a_rank_that_never_answers_is_given_up() -> None:
     alone = Agreement(store, "group", 0, 2, timeout_s=0.01)
     for step in range(3):
         assert not alone.agree(step, ["split"])
-    assert store.get("kareus/overlap/group/2/decision") == b"refused"
+    assert store.get(f"{alone._prefix}/2/decision") == b"refused"
     assert not alone.agree(3, ["split"])
-    assert store.get("kareus/overlap/group/3/0") == b"declined"
-    assert not store.check(["kareus/overlap/group/3/decision"]), "it did not wait"
+    assert store.get(f"{alone._prefix}/3/0") == b"declined"
+    assert not store.check([f"{alone._prefix}/3/decision"]), "it did not wait"
 
 
 def test_communicators_by_number_of_sms(two_ranks: Ranks) -> None:
