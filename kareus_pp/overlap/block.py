@@ -76,9 +76,17 @@ class OverlapBlock:
         wanted = not executor.setting_for(FORWARD).is_sequential
         if not torch.is_grad_enabled() or not self.module.training:
             if wanted:
-                executor.refuse(f"{self.name}: evaluation wants no backward")
+                executor.refuse(
+                    f"{self.name}: no gradient is recorded, as in evaluation and before a "
+                    f"reentrant recomputation"
+                )
             return False
         if is_nanobatch_thread():
+            return False
+        if torch._C._current_graph_task_id() >= 0:
+            # Within a backward: it must run as the forward did that it repeats.
+            if wanted:
+                executor.refuse(f"{self.name}: it is recomputed as a whole, from outside")
             return False
         if not wanted and FORWARD in self.programs:
             executor.executed[FORWARD, "sequential"] += 1
@@ -135,7 +143,9 @@ class OverlapBlock:
             sizes=(batch,) if observes else (batch - batch // 2, batch // 2),
         )
         if observes:
-            return apply_boundary(call, self._observe_forward, self._observe_backward)
+            outputs = apply_boundary(call, self._observe_forward, self._observe_backward)
+            self.refusal = self.refusal or call.unjoinable
+            return outputs
         return apply_boundary(call, self._run_forward, self._run_backward)
 
     def _run_forward(self, tasks: Tasks) -> list[Any]:

@@ -38,6 +38,8 @@ class BlockCall:
         edges: For every nanobatch where the backward starts.
         differentiable: Places of the outputs that have a gradient.
         wanted: Places of the arguments' leaves whose gradient is wanted.
+        unjoinable: Why the outputs of two nanobatches could not be put together, in words; known
+            after the forward of a single one.
     """
 
     function: Callable[..., Any]
@@ -51,6 +53,7 @@ class BlockCall:
     edges: list[list[GradientEdge]] = field(default_factory=list)
     differentiable: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
+    unjoinable: str = ""
 
     def __post_init__(self) -> None:
         self.wanted = [
@@ -109,19 +112,39 @@ class BlockCall:
         return joined
 
     def _join_one(self, values: tuple[Any, ...]) -> Any:
-        if not isinstance(values[0], torch.Tensor):
-            return values[0]
-        dimension = self.output_dimension
-        for value, size in zip(values, self.sizes, strict=True):
-            if value.dim() <= dimension or value.size(dimension) != size:
+        value = values[0]
+        if not isinstance(value, torch.Tensor):
+            if _holds_gradient(value):
                 raise OverlapError(
-                    f"an output of shape {tuple(value.shape)} has no batch dimension "
-                    f"{dimension} of size {size}"
+                    f"an output of type {type(value).__name__} holds tensors where torch's pytree "
+                    f"cannot see them; register the type with torch.utils._pytree, or do not "
+                    f"attach to this block"
                 )
-        return torch.cat([value.detach() for value in values], dimension)
+            return value
+        reasons = map(self._reason_against, values, self.sizes)
+        reason = next(filter(None, reasons), "")
+        if not reason:
+            return torch.cat([value.detach() for value in values], self.output_dimension)
+        if len(values) > 1:
+            raise OverlapError(reason)
+        # Observed, and whole: nothing needs to be joined now, nor ever will be.
+        self.unjoinable = reason
+        return value.detach().clone()
+
+    def _reason_against(self, value: torch.Tensor, size: int) -> str:
+        dimension = self.output_dimension
+        if value.dim() > dimension and value.size(dimension) == size:
+            return ""
+        return (
+            f"an output of shape {tuple(value.shape)} has no batch dimension {dimension} of "
+            f"size {size}"
+        )
 
     def backward_tasks(self, gradients: Sequence[torch.Tensor]) -> Tasks:
         """One task for every nanobatch; each returns the gradients of its leaves."""
+        if len(self.sizes) == 1:
+            whole = [gradients[i].contiguous() for i in self.differentiable]
+            return [partial(self._run_backward, 0, whole)]
         tasks, start = [], 0
         for nanobatch, size in enumerate(self.sizes):
             parts = [
@@ -162,6 +185,12 @@ class BlockCall:
     def release(self) -> None:
         """Forget inputs and graphs."""
         self.inputs, self.edges = [], []
+
+
+def _holds_gradient(value: Any) -> bool:
+    """Whether an object that is no tensor has tensors with a gradient among its attributes."""
+    own = vars(value).values() if hasattr(value, "__dict__") else ()
+    return any(isinstance(part, torch.Tensor) and part.requires_grad for part in own)
 
 
 RunTasks = Callable[[Tasks], list[Any]]

@@ -120,8 +120,10 @@ def find_partitions(
             for leaf in tree_leaves(block(*args, **kwargs))
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
-        if executor.reasons:
-            raise OverlapError(f"the block cannot be overlapped: {next(iter(executor.reasons))}")
+        (attached,) = executor.blocks
+        for reason in (*executor.reasons, attached.refusal):
+            if reason:
+                raise OverlapError(f"the block cannot be overlapped: {reason}")
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         return executor.partitions
     finally:

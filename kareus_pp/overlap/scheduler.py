@@ -47,16 +47,18 @@ class Deferred:
         """Hand the collective to a communicator; it starts after all work queued so far."""
         self.work = self.collective.call(group)
 
-    def wait(self, *timeout: Any) -> bool:
-        """Run the peer until the result is needed, then wait for it."""
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        """Run the peer until the result is needed, then wait for it; arguments as `Work.wait`."""
         if not self._waited:
             self._waited = True
-            self._nanobatch.complete(self, timeout)
+            self._nanobatch.complete(self, args, kwargs)
         return True
 
     def is_completed(self) -> bool:
-        """As `torch.distributed.Work`."""
-        return self._waited or (self.is_launched and bool(self.work.is_completed()))
+        """As `torch.distributed.Work`; launches, for who polls does not wait."""
+        if not self.is_launched:
+            self._nanobatch.launch_now(self)
+        return self._waited or bool(self.work.is_completed())
 
     def __getattr__(self, name: str) -> Any:
         # Rarely used parts of the handle, such as get_future: launch now, and let c10d answer.
@@ -133,7 +135,7 @@ class _Nanobatch:
         self.issued.append(deferred)
         return deferred
 
-    def complete(self, deferred: Deferred, timeout: tuple[Any, ...]) -> None:
+    def complete(self, deferred: Deferred, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         scheduler = self._scheduler
         run = scheduler.current_run
         self.issued.remove(deferred)
@@ -147,7 +149,7 @@ class _Nanobatch:
             self.pending = None
         if not deferred.is_launched:
             self.launch_now(deferred)
-        deferred.work.wait(*timeout)
+        deferred.work.wait(*args, **kwargs)
         if run.overlaps:
             self._begin_partition()
 
@@ -251,11 +253,6 @@ class Scheduler:
         """The run in progress."""
         assert self._run is not None
         return self._run
-
-    @property
-    def is_running(self) -> bool:
-        """True between the start and the end of a run."""
-        return self._run is not None
 
     def run(self, run: Run, tasks: Sequence[Task]) -> list[Any]:
         """Run one or two tasks and return their results; raises what the first to fail raised."""

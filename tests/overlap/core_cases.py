@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import tracemalloc
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 from kareus_pp.errors import OverlapError
 from kareus_pp.overlap import generic
@@ -232,6 +234,113 @@ def communicators() -> tuple[list[int], float, bool]:
     except OverlapError:
         return chosen, worst, limits
     raise AssertionError("a level of 0 SMs was accepted")
+
+
+class Passing(nn.Module):
+    """A block that passes a mask on, as a pipeline stage does, or returns a loss beside."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inner, self.what = block(), what
+
+    def forward(self, value: torch.Tensor) -> Any:
+        output = self.inner(value)
+        if self.what == "mask":
+            return output, torch.ones(1, 1, 3, dtype=torch.bool)
+        if self.what == "loss":
+            return output, output.square().mean()
+        return Hidden(output)
+
+
+@dataclass
+class Hidden:
+    """No pytree."""
+
+    value: torch.Tensor
+
+
+def unjoinable(what: str) -> tuple[list[float], list[str], str]:
+    """A training whose outputs cannot be put together; errors, reasons, what the search says."""
+    module, value = Passing(what), sample()
+
+    def train() -> list[torch.Tensor]:
+        module.zero_grad()
+        leaf = value.clone().requires_grad_()
+        output, other = module(leaf)
+        (output.square().sum() + other.sum()).backward()
+        return [output.detach(), leaf.grad, *(p.grad for p in module.parameters())]  # type: ignore[list-item]
+
+    try:
+        found = str(generic.find_partitions(module, dist.group.WORLD, value))
+    except OverlapError as error_:
+        found = str(error_)
+    if what == "dataclass":
+        return [], [], found
+    wanted = train()
+    executor = generic.attach(module, dist.group.WORLD)
+    errors = [error(train(), wanted)]
+    executor.set_next("forward", OverlapSetting.parse("mlp@0:0"))
+    executor.set_next("backward", OverlapSetting.parse("mlp@0:0"))
+    errors += [error(train(), wanted) for _ in range(2)]
+    reasons = list(executor.reasons)
+    executor.close()
+    return errors, reasons, found
+
+
+def recomputed() -> tuple[float, list[str], int]:
+    """A block that is recomputed from outside, with dropout: error, reasons, splits."""
+    module = nn.Sequential(*block(), nn.Dropout(0.5)).double()
+    value = sample()
+
+    def train() -> list[torch.Tensor]:
+        module.zero_grad()
+        torch.manual_seed(3)
+        leaf = value.clone().requires_grad_()
+        output = checkpoint(module, leaf, use_reentrant=True)
+        output.square().sum().backward()
+        return [output.detach(), leaf.grad, *(p.grad for p in module.parameters())]  # type: ignore[list-item]
+
+    wanted = train()
+    executor = generic.attach(module, dist.group.WORLD)
+    step(module, value)
+    set_both(executor, SPLIT)
+    result = error(train(), wanted), list(executor.reasons), executor.executed["forward", "split"]
+    executor.close()
+    return result
+
+
+def handle_of_a_collective() -> tuple[float, int]:
+    """A block that polls its handle, then waits with a timeout by its name."""
+
+    class Poll(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            value = value.clone()
+            work = dist.all_reduce(value, async_op=True)
+            while not work.is_completed():
+                pass
+            work.wait(timeout=timedelta(seconds=30))
+            return value
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return grad
+
+    class Polling(Layer):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return self.down(Poll.apply(self.up(value)))  # type: ignore[no-any-return,no-untyped-call]
+
+    torch.manual_seed(dist.get_rank())
+    module, value = Polling().double(), sample()
+    wanted = step(module, value)
+    executor = generic.attach(module, dist.group.WORLD)
+    step(module, value)
+    (partition,) = (p for p in executor.partitions if p.phase == "forward")
+    executor.set_next("forward", OverlapSetting.parse(f"{partition.kind}@0:0"))
+    worst = error(step(module, value), wanted)
+    split = executor.executed["forward", "split"]
+    executor.close()
+    return worst, split
 
 
 def soak(steps: int, device: torch.device | str = "cpu") -> dict[str, Any]:

@@ -129,6 +129,35 @@ def test_a_rank_that_never_answers_is_given_up() -> None:
     assert not store.check([f"{alone._prefix}/3/decision"]), "it did not wait"
 
 
+@pytest.mark.parametrize("what", ["mask", "loss"])
+def test_outputs_that_cannot_be_joined_do_not_stop_a_training(two_ranks: Ranks, what: str) -> None:
+    """Rule 25: the observed step is the framework's own, whatever the block returns."""
+    for errors, reasons, found in two_ranks.run(core_cases.unjoinable, what):
+        assert max(errors) <= 1e-12
+        (reason,) = reasons
+        assert "has no batch dimension 0 of size 4" in reason
+        assert "cannot be overlapped: an output of shape" in found
+
+
+def test_tensors_in_a_container_unknown_to_torch_are_refused(two_ranks: Ranks) -> None:
+    for _, _, found in two_ranks.run(core_cases.unjoinable, "dataclass"):
+        assert "an output of type Hidden holds tensors" in found
+
+
+def test_a_block_that_is_recomputed_from_outside_is_never_split(two_ranks: Ranks) -> None:
+    for found, reasons, split in two_ranks.run(core_cases.recomputed):
+        assert found <= 1e-12, "the recomputation drops what the forward dropped"
+        assert split == 0
+        assert "before a reentrant recomputation" in reasons[0]
+        assert "recomputed as a whole" in reasons[1]
+
+
+def test_the_handle_of_a_collective_can_be_polled(two_ranks: Ranks) -> None:
+    for worst, split in two_ranks.run(core_cases.handle_of_a_collective):
+        assert worst <= 1e-12
+        assert split == 1
+
+
 def test_communicators_by_number_of_sms(two_ranks: Ranks) -> None:
     """Rule 26: limits on SMs are per communicator, and said to be none where there are none."""
     for chosen, error, limits in two_ranks.run(core_cases.communicators):
