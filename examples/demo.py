@@ -140,6 +140,9 @@ def train(output: Path, values: dict[str, Any], steps: int, title: str) -> None:
         *("--layers", "10", "--steps", str(steps), "--log", str(output / "losses.jsonl")),
     ]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    # DeepSpeed compiles an operator once. Where that was interrupted, a lock stays behind in the
+    # user's own folder of extensions, and every later job waits for it.
+    environment["TORCH_EXTENSIONS_DIR"] = str((output.parent / "torch-extensions").resolve())
     try:
         with (output / "train.log").open("w") as log:
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,17 @@ settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torch_extensions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder of this run's own for what DeepSpeed compiles.
+
+    A compilation that was killed leaves a lock, for which every later job would wait for ever.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("torch-extensions")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from kareus_pp.errors import ConfigError, FormatError
 from kareus_pp.exchanges import Exchange
 from kareus_pp.plan import Plan
 from kareus_pp.profile import DeviceFacts, Option, Profile, Source
-from kareus_pp.runtime import publisher
+from kareus_pp.runtime import drift, publisher
 from kareus_pp.runtime.session import Session
 from kareus_pp.runtime.topology import Topology
 from kareus_pp.schedule import Schedule
@@ -264,6 +264,8 @@ def test_a_plan_that_held_and_holds_no_longer_is_made_again(
 ) -> None:
     """Drift shows in iteration times alone: the job profiles itself and plans again."""
     monkeypatch.setattr(publisher, "_REPORT_PERIOD_S", 0.0)
+    # The plan must hold at first, on a busy machine too, and not once it is slower by 40 %.
+    monkeypatch.setattr(drift, "_TOLERANCE", 0.2)
     with (
         caplog.at_level(logging.WARNING, "kareus_pp"),
         planning(build_1f1b(2, 4), tmp_path) as pipeline,
