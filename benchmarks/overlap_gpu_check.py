@@ -27,6 +27,7 @@ from kareus_pp.overlap import generic
 from kareus_pp.overlap.communicators import check_grids, launched_grids
 from kareus_pp.setting import OverlapSetting
 from tests.overlap import core_cases
+from tests.overlap.steps import begin_step
 
 LEVELS = (4, 8, 16)
 SOAK_STEPS = 300
@@ -146,8 +147,7 @@ def _transformer_engine() -> Row:
     try:
         step()
         forward, backward = executor.candidates(1)[0]
-        executor.set_next("forward", forward)
-        executor.set_next("backward", backward)
+        begin_step(executor, {"forward": forward, "backward": backward})
         error = core_cases.error(step(), wanted)
         reasons = list(executor.reasons)
     finally:

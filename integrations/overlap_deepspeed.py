@@ -42,15 +42,13 @@ def attach(
         The executor; its `close` undoes everything.
 
     Raises:
-        OverlapError: No layer of this rank has a tensor-parallel group.
+        OverlapError: No layer of this rank has a tensor-parallel group, the module is attached
+            already, or the ranks give different levels.
     """
     group = tensor_parallel_group(module)
-    executor = OverlapExecutor(
-        [group],
-        swaps=[random_tracker(checkpointing.get_cuda_rng_tracker)],
-        agreement=group_agreement(group, timeout_s),
-        pool=group_pool(group, levels) if levels else None,
-    )
+    swaps = [random_tracker(checkpointing.get_cuda_rng_tracker)]
+    agreement = group_agreement(group, timeout_s)
+    executor = OverlapExecutor([group], swaps, agreement, group_pool(group, levels))
     try:
         attach_module(
             executor,

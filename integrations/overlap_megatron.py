@@ -22,9 +22,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from kareus_pp.errors import OverlapError
-from kareus_pp.overlap.block import OverlapBlock, replace_forward
+from kareus_pp.overlap.block import OverlapBlock, is_attached, replace_forward
 from kareus_pp.overlap.executor import OverlapExecutor
-from kareus_pp.overlap.generic import group_agreement, group_pool
+from kareus_pp.overlap.generic import group_agreement, group_pool, modules_of
 from kareus_pp.overlap.run import Swap
 from kareus_pp.overlap.swaps import Variable, random_tracker
 
@@ -52,7 +52,7 @@ def attach(
     otherwise all blocks run as before, but for the first training microbatch, which is observed.
 
     Args:
-        model: The model chunks of this rank, wrapped (DDP, Float16Module) or not.
+        model: The model chunks of this rank, with the wrappers (DDP, Float16Module) they have.
         levels: Numbers of SMs for which to make communicators; every one costs GPU memory.
         allow_untested: Overlap too where it should work but was never run: Transformer Engine
             layers and context parallelism.
@@ -62,9 +62,10 @@ def attach(
         The executor; its `close` undoes everything.
 
     Raises:
-        OverlapError: There is no transformer block.
+        OverlapError: There is no transformer block, one is attached already, or the ranks give
+            different levels.
     """
-    chunks = list(model) if isinstance(model, Sequence) else [model]
+    chunks = modules_of(model)
     blocks = [
         (f"chunk {number}, {name or 'block'}", module)
         for number, chunk in enumerate(chunks)
@@ -76,15 +77,21 @@ def attach(
             "the model has no Megatron TransformerBlock to overlap; attach the blocks of other "
             "models with kareus_pp.overlap.generic"
         )
-    group = _tensor_parallel_group(blocks[0][1])
-    executor = OverlapExecutor(
-        [group],
-        swaps=_swaps(chunks),
-        agreement=group_agreement(group, timeout_s),
-        pool=group_pool(group, levels) if levels else None,
-    )
     for name, block in blocks:
-        _attach_block(executor, block, name, refusal(block, allow_untested))
+        if is_attached(block):
+            raise OverlapError(
+                f"{name} is attached already; close the executor that it follows first"
+            )
+    reducing = _reducing_groups(chunks)
+    group = _tensor_parallel_group(blocks[0][1])
+    agreement = group_agreement(group, timeout_s)
+    executor = OverlapExecutor([group], _swaps(reducing), agreement, group_pool(group, levels))
+    for name, block in blocks:
+        refused = refusal(block, allow_untested)
+        if not reducing and any(hasattr(p, "main_grad") for p in block.parameters()):
+            # It must hear of every gradient only once, and cannot be told.
+            refused = refused or "its gradients belong to a wrapper that was not attached with it"
+        _attach_block(executor, block, name, refused)
     return executor
 
 
@@ -321,21 +328,25 @@ _UNWANTED = {
 # What Megatron keeps in globals.
 
 
-def _swaps(chunks: Sequence[nn.Module]) -> list[Swap]:
-    swaps: list[Swap] = [
-        _module_variable(parallel_state, "_GLOBAL_MEMORY_BUFFER", _second_memory_buffer()),
-        _module_variable(megatron_random, "IS_CHECKPOINTING", lambda value: (value, value)),
-        random_tracker(megatron_random.get_cuda_rng_tracker),
-    ]
-    groups = [
+def _reducing_groups(chunks: Sequence[nn.Module]) -> list[Any]:
+    """What Megatron's data parallelism reduces gradients by."""
+    return [
         group
         for chunk in chunks
         for module in chunk.modules()
         for name in ("bucket_groups", "expert_parallel_bucket_groups")
         for group in getattr(module, name, None) or ()
     ]
-    if groups:
-        swaps.append(_last_microbatch(groups))
+
+
+def _swaps(reducing: Sequence[Any]) -> list[Swap]:
+    swaps: list[Swap] = [
+        _module_variable(parallel_state, "_GLOBAL_MEMORY_BUFFER", _second_memory_buffer()),
+        _module_variable(megatron_random, "IS_CHECKPOINTING", lambda value: (value, value)),
+        random_tracker(megatron_random.get_cuda_rng_tracker),
+    ]
+    if reducing:
+        swaps.append(_last_microbatch(reducing))
     return swaps
 
 

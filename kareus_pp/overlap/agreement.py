@@ -63,28 +63,34 @@ class Agreement:
         self._timeouts = 0
 
     def agree(self, step: int, facts: Sequence[str]) -> bool:
-        """Whether all ranks state the same facts for a step; all ranks get the same answer.
+        """Whether all ranks state the same facts for a step.
 
-        Never raises: where the store fails, the answer is no.
+        All ranks that reach the store get the same answer. Never raises: where the store fails,
+        the answer is no.
 
         Args:
             step: Number of the step, above those of all steps before.
             facts: What must be the same: settings, communicator levels, reasons against overlap.
         """
+        reason = self.reason_against(step, facts)
+        if reason:
+            self._say(reason)
+        return not reason
+
+    def reason_against(self, step: int, facts: Sequence[str]) -> str:
+        """As `agree`, without a word in the log: why not, or empty where all ranks agree."""
         if self._size == 1:
-            return True
+            return ""
         if step <= self._last:
-            self._say(f"step {step} does not come after step {self._last}, which was agreed on")
-            return False
+            return f"step {step} does not come after step {self._last}, which was agreed on"
         self._last = step
         if self._timeouts >= _PATIENCE:
             self.decline(step)
-            return False
+            return f"a rank did not answer in {_PATIENCE} steps in a row"
         try:
             return self._decide(step, digest(facts))
         except Exception as error:
-            self._say(f"the store cannot be reached ({' '.join(str(error).split()):.120})")
-            return False
+            return f"the store cannot be reached ({' '.join(str(error).split()):.120})"
 
     def decline(self, step: int) -> None:
         """Say that this rank overlaps nothing in a step, and go on; never raises."""
@@ -96,7 +102,7 @@ class Agreement:
         except Exception as error:
             self._say(f"the store cannot be reached ({' '.join(str(error).split()):.120})")
 
-    def _decide(self, step: int, own: str) -> bool:
+    def _decide(self, step: int, own: str) -> str:
         prefix = f"{self._prefix}/{step}"
         others = [f"{prefix}/{rank}" for rank in range(self._size) if rank != self._rank]
         self._store.set(f"{prefix}/{self._rank}", own)
@@ -105,16 +111,14 @@ class Agreement:
             self._store.wait(others, self._timeout)
             self._timeouts = 0
             if any(self._store.get(key).decode() != own for key in others):
-                reason = "the ranks of the tensor-parallel group have different settings"
+                reason = "the ranks have different settings"
         except Exception:
             self._timeouts += 1
             reason = f"a rank did not answer within {self._timeout.total_seconds():g} s"
         wish = _REFUSED if reason else _AGREED
         decision: str = self._store.compare_set(f"{prefix}/decision", "", wish).decode()
         self._forget(step - 2)
-        if decision != _AGREED:
-            self._say(reason or "another rank refused")
-        return decision == _AGREED
+        return "" if decision == _AGREED else reason or "another rank refused"
 
     def _forget(self, step: int) -> None:
         """Delete what was said of a step that all ranks have left behind."""

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
+from kareus_pp.errors import OverlapError
 from kareus_pp.overlap.boundary import BlockCall, Tasks, apply_boundary
 from kareus_pp.overlap.executor import OverlapExecutor
 from kareus_pp.overlap.observe import Recorder
@@ -74,14 +76,14 @@ class OverlapBlock:
         """
         executor = self._executor
         wanted = not executor.setting_for(FORWARD).is_sequential
+        if is_nanobatch_thread():
+            return False
         if not torch.is_grad_enabled() or not self.module.training:
             if wanted:
                 executor.refuse(
                     f"{self.name}: no gradient is recorded, as in evaluation and before a "
                     f"reentrant recomputation"
                 )
-            return False
-        if is_nanobatch_thread():
             return False
         if torch._C._current_graph_task_id() >= 0:
             # Within a backward: it must run as the forward did that it repeats.
@@ -91,13 +93,26 @@ class OverlapBlock:
         if not wanted and FORWARD in self.programs:
             executor.executed[FORWARD, "sequential"] += 1
             return False
-        why = self.refusal or reason()
+        why = self.refusal or _reason_around() or reason() or self._lacks(FORWARD)
         if not why:
             return True
         if wanted:
             executor.refuse(f"{self.name}: {why}")
         executor.executed[FORWARD, "sequential"] += 1
         return False
+
+    def _lacks(self, phase: str) -> str:
+        """What a setting asks for that the block does not have, in words.
+
+        A setting can be taken before the block was observed, when nothing could be checked.
+        """
+        program = self.programs.get(phase)
+        try:
+            if program is not None:
+                program.check(self._executor.setting_for(phase))
+        except OverlapError as error:
+            return str(error)
+        return ""
 
     def shadow_of(self, module: nn.Module) -> nn.Module:
         """The module that nanobatch 1 uses in place of one of the block's."""
@@ -157,6 +172,10 @@ class OverlapBlock:
     def _run_backward(self, tasks: Tasks) -> list[Any]:
         executor = self._executor
         setting = executor.setting_for(BACKWARD)
+        lacking = self._lacks(BACKWARD)
+        if lacking:
+            executor.refuse(f"{self.name}: {lacking}")
+            setting = SEQUENTIAL
         how = "serial" if setting.is_sequential else "split"
         executor.executed[BACKWARD, how] += 1
         if setting.is_sequential:
@@ -183,6 +202,11 @@ class OverlapBlock:
 
         results = executor.run(phase, [observed], None, SEQUENTIAL, recorder)
         self.programs[phase] = recorder.program(phase)
+        if phase == BACKWARD and not any(p.partitions for p in self.programs.values()):
+            self.refusal = self.refusal or (
+                "no collective of its process group was seen (those of DTensor and of functional "
+                "collectives cannot be)"
+            )
         return results
 
     def hook_for(self, settings: Iterable[OverlapSetting]) -> None:
@@ -206,18 +230,62 @@ class OverlapBlock:
     def detach(self) -> None:
         """Take the hooks away and leave the module as it was."""
         self._undo()
+        self.refusal = self.refusal or "the overlap executor is closed"
         self._hooks.remove()
         self._shadow = None
+
+
+# Not in torch before 2.8: there a checkpoint around a block that is split recomputes nothing.
+_saved_tensor_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
+)
+
+
+def _reason_around() -> str:
+    """Why a block cannot be split where it is called from, in words; empty where it can."""
+    if DistributedDataParallel._get_active_ddp_module() is not None:  # type: ignore[no-untyped-call]
+        return "torch's DistributedDataParallel counts one gradient of each parameter"
+    if _saved_tensor_hooks(True) is not None:
+        return (
+            "saved-tensor hooks, such as those of torch.utils.checkpoint and save_on_cpu, do not "
+            "reach its halves"
+        )
+    return ""
+
+
+class _Forward:
+    """Stands in for the forward of one module.
+
+    A copy of the module, deep or through a file, has the forward of its class: it is not attached.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        self._module, self._function = module, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The copy has no attributes yet when this is called, so that it is the class that answers.
+        return getattr, (self._module, "forward")
+
+
+def is_attached(module: nn.Module) -> bool:
+    """Whether a module's forward is replaced by `replace_forward`."""
+    return isinstance(module.__dict__.get("forward"), _Forward)
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Replace the forward of one instance; returns a function that puts the old one back."""
     previous = module.__dict__.get("forward")
-    module.forward = forward  # type: ignore[method-assign]
+    replaced = _Forward(module, forward)
+    module.forward = replaced  # type: ignore[method-assign]
 
     def undo() -> None:
+        if module.__dict__.get("forward") is not replaced:
+            return  # Somebody's wrapper is around it, and goes on calling it.
         if previous is None:
-            module.__dict__.pop("forward", None)
+            module.__dict__.pop("forward")
         else:
             module.forward = previous  # type: ignore[method-assign]
 

@@ -53,13 +53,8 @@ class CommunicatorPool:
         Raises:
             OverlapError: A level is not a positive number.
         """
-        if any(level < 1 for level in levels):
-            raise OverlapError(
-                f"the communicator levels {tuple(levels)} must be positive numbers of SMs, "
-                f"as in (4, 8, 16)"
-            )
         pool = cls()
-        pool.levels = tuple(sorted(set(levels)))
+        pool.levels = checked_levels(levels)
         pool.limits_sms = dist.get_backend(own) == "nccl"
         if make is None:
             make = _make_nccl_group if pool.limits_sms else _make_plain_group
@@ -96,6 +91,24 @@ class CommunicatorPool:
                     dist.destroy_process_group(group)
         self._members.clear()
         self.levels = ()
+
+
+def checked_levels(levels: object) -> tuple[int, ...]:
+    """Levels of SMs in ascending order.
+
+    Raises:
+        OverlapError: They are no sequence of positive whole numbers.
+    """
+    if (
+        not isinstance(levels, Sequence)
+        or isinstance(levels, str)
+        or not all(type(level) is int and level > 0 for level in levels)
+    ):
+        raise OverlapError(
+            f"the communicator levels {levels!r} must be positive whole numbers of SMs, "
+            f"as in (4, 8, 16)"
+        )
+    return tuple(sorted(set(levels)))
 
 
 def _make_plain_group(ranks: list[int], sms: int) -> Any:

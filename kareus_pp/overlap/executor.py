@@ -21,7 +21,7 @@ from kareus_pp.overlap.communicators import CommunicatorPool
 from kareus_pp.overlap.observe import Recorder
 from kareus_pp.overlap.partitions import Partition, Program
 from kareus_pp.overlap.run import BACKWARD, FORWARD, Run, Swap
-from kareus_pp.overlap.scheduler import Scheduler
+from kareus_pp.overlap.scheduler import Scheduler, is_nanobatch_thread
 from kareus_pp.overlap.search import Candidate, joint_candidates
 from kareus_pp.overlap.swaps import RandomState
 from kareus_pp.schedule import Instruction, Kind
@@ -41,7 +41,8 @@ class OverlapExecutor:
     Args:
         groups: Tensor-parallel process groups whose collectives are overlapped.
         swaps: State that the framework keeps in globals; random state is always swapped.
-        agreement: Agreement of the ranks of the group; none: the caller sees to it.
+        agreement: Agreement of the ranks of the group, without which nothing overlaps; none: the
+            caller sees to it that all ranks do the same.
         pool: Communicators by number of SMs; none: the framework's own for all.
 
     Attributes:
@@ -65,7 +66,9 @@ class OverlapExecutor:
         self.pool = pool or CommunicatorPool()
         self.blocks: list[OverlapBlock] = []
         self._agreement = agreement
-        self._agreed = True
+        # What the ranks agreed on for this step; None before the first one.
+        self._allowed: frozenset[OverlapSetting] | None = None
+        self._agreed = agreement is None
         self._settings = {FORWARD: SEQUENTIAL, BACKWARD: SEQUENTIAL}
         self._said: set[str] = set()
         self.scheduler = Scheduler([RandomState(), *swaps])
@@ -75,14 +78,25 @@ class OverlapExecutor:
     def begin_step(self, step: int, settings: Iterable[OverlapSetting] = ()) -> bool:
         """Agree on a step before it starts; without agreement the whole step is sequential.
 
+        The step begins sequential: what was set before it counts no more.
+
         Args:
-            step: Number of the step, the same on all ranks.
-            settings: Settings of all instructions of the step, in order.
+            step: Number of the step, the same on all ranks and above those of all steps before.
+            settings: Settings of all instructions of the step, in order. Where there is an
+                agreement, the step can have these and the sequential one.
 
         Returns:
             Whether overlap settings apply in this step.
+
+        Raises:
+            OverlapError: A step is no number, a setting is none, or the executor is closed.
         """
-        used = tuple(settings)
+        self._refuse_closed()
+        used = tuple(map(_setting, (settings,) if isinstance(settings, str) else settings))
+        if not isinstance(step, int) or step < 0:
+            raise OverlapError(f"the step {step!r} is no number; count steps from 0")
+        self._allowed = frozenset(used)
+        self._settings = {FORWARD: SEQUENTIAL, BACKWARD: SEQUENTIAL}
         self._agreed = True
         if self._agreement is not None:
             facts = [*map(str, used), f"levels {self.pool.levels}"]
@@ -106,11 +120,15 @@ class OverlapExecutor:
             block.unhook()
 
     def on_setting(self, instruction: Instruction, setting: Setting) -> None:
-        """Take the setting of an instruction that is about to run."""
+        """Take the setting of an instruction that is about to run.
+
+        Raises:
+            OverlapError: The ranks did not agree on it for this step.
+        """
         if instruction.kind is Kind.FORWARD:
-            self._settings[FORWARD] = setting.overlap
+            self._set(FORWARD, setting.overlap)
         elif instruction.kind is Kind.BACKWARD:
-            self._settings[BACKWARD] = setting.overlap
+            self._set(BACKWARD, setting.overlap)
         elif not setting.overlap.is_sequential:
             self.refuse(f"a {instruction.kind.word} instruction cannot be split")
 
@@ -119,16 +137,36 @@ class OverlapExecutor:
 
         Args:
             phase: `forward` or `backward`.
-            setting: The setting; it stays until another one is set.
+            setting: The setting; it stays until another one is set or another step begins.
 
         Raises:
-            OverlapError: The phase or the setting is none, the executor is closed, or a block that
-                was observed lacks the partition or slot.
+            OverlapError: The phase or the setting is none, the executor is closed, a block that
+                was observed lacks the partition or slot, or the ranks did not agree on the
+                setting for this step.
         """
+        self._refuse_closed()
+        self.check(phase, setting)
+        self._set(phase, setting)
+
+    def _set(self, phase: str, setting: OverlapSetting) -> None:
+        # Sequential is what follows a step, so it is always taken.
+        if self._agreement is not None and not setting.is_sequential:
+            if self._allowed is None:
+                raise OverlapError(
+                    f"the ranks have not agreed on '{setting}' yet; call begin_step with all "
+                    f"settings of a step before it"
+                )
+            if self._agreed and setting not in self._allowed:
+                raise OverlapError(
+                    f"the ranks did not agree on '{setting}' for this step, but on "
+                    f"{', '.join(sorted(map(str, self._allowed))) or 'none'}; give begin_step all "
+                    f"settings of the step"
+                )
+        self._settings[phase] = setting
+
+    def _refuse_closed(self) -> None:
         if self.scheduler.closing:
             raise OverlapError("the overlap executor is closed; attach a new one")
-        self.check(phase, setting)
-        self._settings[phase] = setting
 
     def check(self, phase: str, setting: OverlapSetting) -> None:
         """Check a setting against the blocks that have been observed.
@@ -143,10 +181,7 @@ class OverlapExecutor:
         """
         if phase not in self._settings:
             raise OverlapError(f"{phase!r} is no phase; use 'forward' or 'backward'")
-        if not isinstance(setting, OverlapSetting):
-            raise OverlapError(
-                f"{setting!r} is no overlap setting; use OverlapSetting.parse('mlp@1:8')"
-            )
+        _setting(setting)
         for block in self.blocks:
             program = block.programs.get(phase)
             if program is not None:
@@ -160,7 +195,12 @@ class OverlapExecutor:
 
         Returns:
             Settings of a forward and of its backward; none before all blocks were observed.
+
+        Raises:
+            OverlapError: The count is no number from 0.
         """
+        if not isinstance(count, int) or count < 0:
+            raise OverlapError(f"{count!r} candidates cannot be given; ask for 0 or more")
         programs = [block.programs for block in self.blocks if not block.refusal]
         return joint_candidates(programs, self.pool.levels, count)
 
@@ -176,7 +216,17 @@ class OverlapExecutor:
         return tuple(found.values())
 
     def close(self) -> None:
-        """Detach all blocks, end the threads, give communicators back."""
+        """Detach all blocks, end the threads, give communicators back.
+
+        Raises:
+            OverlapError: It is called from within a block that is running.
+        """
+        if is_nanobatch_thread():
+            raise OverlapError(
+                "the overlap executor cannot be closed from within a block; close it between two "
+                "steps"
+            )
+        self._agreed = False
         for block in self.blocks:
             block.detach()
         self.blocks.clear()
@@ -217,3 +267,9 @@ class OverlapExecutor:
             ),
             tasks,
         )
+
+
+def _setting(value: object) -> OverlapSetting:
+    if not isinstance(value, OverlapSetting):
+        raise OverlapError(f"{value!r} is no overlap setting; use OverlapSetting.parse('mlp@1:8')")
+    return value

@@ -21,21 +21,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kareus_pp.errors import OverlapError
 from kareus_pp.overlap.agreement import Agreement
-from kareus_pp.overlap.block import OverlapBlock, replace_forward
-from kareus_pp.overlap.communicators import CommunicatorPool
+from kareus_pp.overlap.block import OverlapBlock, is_attached, replace_forward
+from kareus_pp.overlap.communicators import CommunicatorPool, checked_levels
 from kareus_pp.overlap.executor import OverlapExecutor
 from kareus_pp.overlap.partitions import Partition
 from kareus_pp.overlap.run import Swap
 from kareus_pp.overlap.shadow import ShadowTree
 from kareus_pp.setting import Launch, OverlapSetting
 
+_ATTACH_TIMEOUT_S = 300.0
+"""Longest wait for ranks that make communicators; some build their model for longer."""
+
 
 def attach(
-    blocks: nn.Module | Sequence[nn.Module],
+    blocks: nn.Module | Iterable[nn.Module],
     group: ProcessGroup | None = None,
     batch_dimension: int = 0,
     swaps: Sequence[Swap] = (),
@@ -47,12 +50,13 @@ def attach(
     With levels a collective call: every rank of the job makes it, at the same place.
 
     Args:
-        blocks: One block or several of the same rank.
+        blocks: One block or several of the same rank, none of them within another.
         group: Process group whose collectives are overlapped; None: all ranks.
-        batch_dimension: Batch dimension of inputs and outputs. Tensors whose size differs there
-            are passed whole to both nanobatches.
+        batch_dimension: Batch dimension of inputs and outputs; 1 where the sequence comes first.
+            Tensors whose size differs there are passed whole to both nanobatches.
         swaps: State that the blocks keep in globals across a collective.
-        agreement: Agreement of the ranks; none: the caller gives all ranks the same settings.
+        agreement: Agreement of the ranks, as `group_agreement` makes it: nothing overlaps that
+            `begin_step` did not agree on. None: the caller gives all ranks the same settings.
         levels: Numbers of SMs for which to make communicators; every one costs GPU memory.
             Without, the numbers in settings are of no effect.
 
@@ -60,17 +64,27 @@ def attach(
         The executor; its `close` undoes everything.
 
     Raises:
-        OverlapError: A block's forward was replaced by a function that a shadow cannot call.
+        OverlapError: An argument cannot be used, a block is attached already, its forward was
+            replaced by a function that a shadow cannot call, or the ranks give different levels.
     """
-    group = group or dist.distributed_c10d._get_default_group()
-    pool = group_pool(group, levels) if levels else None
+    group = _group(group)
+    modules = modules_of(blocks)
+    _refuse_nested(modules)
+    if type(batch_dimension) is not int or batch_dimension < 0:
+        raise OverlapError(
+            f"the batch dimension {batch_dimension!r} is none; use 0, or 1 where the sequence "
+            f"comes first"
+        )
+    if agreement is not None and not isinstance(agreement, Agreement):
+        raise OverlapError(
+            f"the agreement {agreement!r} is none; make one with generic.group_agreement(group)"
+        )
+    pool = group_pool(group, levels)
     executor = OverlapExecutor([group], swaps, agreement, pool)
-    modules = [blocks] if isinstance(blocks, nn.Module) else list(blocks)
     try:
         for number, module in enumerate(modules):
-            refusal = "tensor parallel size is 1" if group.size() == 1 else ""
             name = f"block {number} ({type(module).__name__})"
-            attach_module(executor, module, name, batch_dimension, refusal)
+            attach_module(executor, module, name, batch_dimension, _refusal(module, group))
     except OverlapError:
         executor.close()
         raise
@@ -86,9 +100,9 @@ def find_partitions(
 ) -> tuple[Partition, ...]:
     """Run a block once on a sample and report its partitions, forward before backward.
 
-    A collective call: every rank of the group makes it. Gradients of the parameters are as before
-    afterwards; hooks on them, such as those of data parallelism, do run, so call it before the
-    block is wrapped.
+    A collective call: every rank of the group makes it. Gradients, buffers and torch's random
+    state are as before afterwards; hooks on parameters, such as those of data parallelism, do run,
+    so call it before the block is wrapped.
 
     Args:
         block: The block, in training mode.
@@ -103,33 +117,122 @@ def find_partitions(
     Raises:
         OverlapError: The block cannot be overlapped; the message says why.
     """
+    modules_of(block)
     if not block.training:
         raise OverlapError(
             "the block is in evaluation mode, which is never overlapped; call block.train() first"
         )
-    saved = [(parameter, parameter.grad) for parameter in block.parameters()]
+    grads = [(parameter, parameter.grad) for parameter in block.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
     executor = attach(block, group, batch_dimension)
+    (attached,) = executor.blocks
     try:
         # Not sequential, so that reasons against overlap are looked for and reported; nothing is
         # observed yet that it could be checked against.
         executor.set_next("forward", OverlapSetting((Launch("any", 0),)))
-        for parameter, _ in saved:
+        for parameter, _ in grads:
             parameter.grad = None
-        outputs = [
-            leaf
-            for leaf in tree_leaves(block(*args, **kwargs))
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        (attached,) = executor.blocks
-        for reason in (*executor.reasons, attached.refusal):
-            if reason:
-                raise OverlapError(f"the block cannot be overlapped: {reason}")
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        with torch.random.fork_rng(_devices_of(block)):
+            own_args, own_kwargs = tree_map_only(torch.Tensor, _separate, (args, kwargs))
+            outputs = [
+                leaf
+                for leaf in tree_leaves(block(*own_args, **own_kwargs))
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            ]
+            _refuse_any((*executor.reasons, attached.refusal))
+            _refuse_any([] if outputs else ["no output of it has a gradient"])
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        _refuse_any([attached.refusal])
         return executor.partitions
     finally:
         executor.close()
-        for parameter, grad in saved:
+        for parameter, grad in grads:
             parameter.grad = grad
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def _devices_of(block: nn.Module) -> list[torch.device]:
+    return list({p.device for p in block.parameters() if p.device.type == "cuda"})
+
+
+def _separate(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _refuse_any(reasons: Iterable[str]) -> None:
+    for reason in reasons:
+        if reason:
+            raise OverlapError(f"the block cannot be overlapped: {reason}")
+
+
+def modules_of(blocks: object) -> list[nn.Module]:
+    """One module or several as a list.
+
+    Raises:
+        OverlapError: There is none, or something else among them.
+    """
+    several = isinstance(blocks, nn.ModuleList) or not isinstance(blocks, nn.Module)
+    modules = list(blocks) if several and isinstance(blocks, Iterable) else [blocks]
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise OverlapError(f"{module!r} is no torch module; give one module or a list of them")
+    if not modules:
+        raise OverlapError("there is no module to overlap in an empty list")
+    return modules
+
+
+def _group(group: object) -> ProcessGroup:
+    if not dist.is_initialized():
+        raise OverlapError(
+            "torch.distributed is not initialised; call init_process_group before overlap"
+        )
+    if group is None:
+        return dist.distributed_c10d._get_default_group()
+    if not isinstance(group, ProcessGroup):
+        raise OverlapError(
+            f"the group is of type {type(group).__name__}; give a process group that this rank is "
+            f"in, or None for all ranks"
+        )
+    return group
+
+
+def _refuse_nested(modules: Sequence[nn.Module]) -> None:
+    given = {id(module) for module in modules}
+    if len(given) < len(modules):
+        raise OverlapError("a block is given twice; give every block once")
+    for module in modules:
+        for name, inner in module.named_modules():
+            if inner is not module and (id(inner) in given or is_attached(inner)):
+                raise OverlapError(
+                    f"{name} is a block too, within a block of type {type(module).__name__}; "
+                    f"attach either the outer or the inner one"
+                )
+
+
+def _refusal(module: nn.Module, group: ProcessGroup) -> str:
+    bases = {base.__name__ for inner in module.modules() for base in type(inner).__mro__}
+    parameters = list(module.parameters())
+    checks = (
+        (group.size() == 1, "tensor parallel size is 1"),
+        (
+            "DistributedDataParallel" in bases,
+            "DistributedDataParallel is within it; attach the blocks within that one",
+        ),
+        (
+            bool(bases & {"FSDPModule", "FullyShardedDataParallel"}),
+            "FSDP gathers parameters in the order of whole microbatches",
+        ),
+        (
+            any(type(parameter).__name__ == "DTensor" for parameter in parameters),
+            "its parameters are DTensors, whose collectives cannot be seen",
+        ),
+        (
+            any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters),
+            "hooks on its parameters would see the gradients of half a microbatch",
+        ),
+    )
+    return next((words for holds, words in checks if holds), "")
 
 
 def attach_module(
@@ -143,8 +246,11 @@ def attach_module(
     """Attach one module to an executor; arguments as those of `OverlapBlock`.
 
     Raises:
-        OverlapError: The module's forward was replaced by a function that a shadow cannot call.
+        OverlapError: The module is attached already, or its forward was replaced by a function
+            that a shadow cannot call.
     """
+    if is_attached(module):
+        raise OverlapError(f"{name} is attached already; close the executor that it follows first")
     original: Any = module.forward
     if getattr(original, "__self__", None) is not module:
         raise OverlapError(
@@ -171,7 +277,7 @@ def attach_module(
         leaves = tree_leaves((args, kwargs))
         batch = _batch_size(leaves, batch_dimension)
         dimensions = batch_dimensions(leaves, batch_dimension, batch)
-        if not block.decide(lambda: _reason(leaves, dimensions, batch)):
+        if not block.decide(lambda: _reason(leaves, batch_dimension, dimensions, batch)):
             return original(*args, **kwargs)
         return block.execute(run, args, kwargs, dimensions, batch)
 
@@ -204,7 +310,11 @@ def batch_dimensions(leaves: Iterable[Any], dimension: int, batch: int) -> list[
     ]
 
 
-def _reason(leaves: Iterable[Any], dimensions: Iterable[int | None], batch: int) -> str:
+def _reason(
+    leaves: Iterable[Any], wanted: int, dimensions: Sequence[int | None], batch: int
+) -> str:
+    if all(dimension is None for dimension in dimensions):
+        return f"no input has a batch dimension {wanted}"
     if batch < 2:
         return f"the microbatch size is {batch}"
     for leaf, dimension in zip(leaves, dimensions, strict=True):
@@ -222,10 +332,17 @@ def group_agreement(group: ProcessGroup, timeout_s: float = 10.0) -> Agreement:
     Args:
         group: The process group.
         timeout_s: Longest wait for the other ranks at the beginning of a step.
+
+    Raises:
+        OverlapError: The group is none, or the timeout is no positive, finite number.
     """
+    return _agreement(_group(group), "", timeout_s)
+
+
+def _agreement(group: ProcessGroup, purpose: str, timeout_s: float) -> Agreement:
     return Agreement(
         dist.distributed_c10d._get_default_store(),
-        group="-".join(map(str, dist.get_process_group_ranks(group))),
+        group=purpose + "-".join(map(str, dist.get_process_group_ranks(group))),
         rank=group.rank(),
         size=group.size(),
         timeout_s=timeout_s,
@@ -233,12 +350,29 @@ def group_agreement(group: ProcessGroup, timeout_s: float = 10.0) -> Agreement:
 
 
 def group_pool(group: ProcessGroup, levels: Sequence[int]) -> CommunicatorPool:
-    """Communicators for every group of this kind; a collective call of all ranks of the job.
+    """Communicators for every group of this kind.
+
+    With levels a collective call of all ranks of the job.
 
     Args:
         group: This rank's own group.
-        levels: Numbers of SMs.
+        levels: Numbers of SMs; none: the group's own communicator serves all.
+
+    Raises:
+        OverlapError: The levels are none, or the ranks do not all give the same ones.
     """
+    levels = checked_levels(levels)
+    everyone = dist.distributed_c10d._get_default_group()
+    agreement = _agreement(everyone, "levels/", _ATTACH_TIMEOUT_S)
+    if not levels:
+        agreement.decline(0)
+        return CommunicatorPool()
+    reason = agreement.reason_against(0, [str(levels)])
+    if reason:
+        raise OverlapError(
+            f"no communicators were made for the levels {levels}, because {reason}; attach with "
+            f"the same levels on every rank of the job"
+        )
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, tuple(dist.get_process_group_ranks(group)))
     return CommunicatorPool.create(sorted(set(everywhere)), levels, group)

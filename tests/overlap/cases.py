@@ -19,6 +19,7 @@ from kareus_pp.overlap.executor import OverlapExecutor
 from kareus_pp.overlap.partitions import Program
 from kareus_pp.setting import Launch, OverlapSetting
 from tests.overlap import megatron_cpu
+from tests.overlap.steps import begin_step
 
 FULL_UNIFORM = {
     "recompute_granularity": "full",
@@ -109,8 +110,8 @@ def equality(
         wanted: Counter[tuple[str, str, int]] = Counter()
         for number in range(settings or choose.needed):
             setting = choose.setting(number)
+            begin_step(executor, setting)
             for phase, chosen in setting.items():
-                executor.set_next(phase, chosen)
                 wanted += expected_launches(executor.blocks[0].programs[phase], chosen)
             errors.append(megatron_cpu.relative_error(_step(gpt, data), reference))
         row = _row(case, max(errors), executor, choose, wanted)
@@ -129,7 +130,7 @@ def _compiled() -> int | None:
 def _attach(model: Any, levels: Sequence[int] = ()) -> OverlapExecutor:
     from kareus_pp.integrations import overlap_megatron
 
-    return overlap_megatron.attach(model, levels=levels)
+    return overlap_megatron.attach(model, levels=levels, timeout_s=60.0)
 
 
 def _step(gpt: Any, data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -242,8 +243,9 @@ def dropout(
         wanted: Counter[tuple[str, str, int]] = Counter()
         error, kept = 0.0, True
         for number in range(settings or choose.needed):
-            for phase, chosen in choose.setting(number).items():
-                executor.set_next(phase, chosen)
+            setting = choose.setting(number)
+            begin_step(executor, setting)
+            for phase, chosen in setting.items():
                 wanted += expected_launches(executor.blocks[0].programs[phase], chosen)
             end = _half(block, hidden, weight, data, slice(0, 4), entry)
             error = max(
@@ -339,8 +341,9 @@ def grad_reduce(
         choose = _Chooser(executor, (0,))
         wanted: Counter[tuple[str, str, int]] = Counter()
         for number in range(max(steps, choose.needed)):
-            for phase, chosen in choose.setting(number).items():
-                executor.set_next(phase, chosen)
+            setting = choose.setting(number)
+            begin_step(executor, setting)
+            for phase, chosen in setting.items():
                 expected = expected_launches(executor.blocks[0].programs[phase], chosen)
                 for _ in range(microbatches):
                     wanted += expected

@@ -172,7 +172,6 @@ def skipped_step() -> tuple[list[int], list[Any], float]:
     wanted = step(module, value)
     executor = generic.attach(module, dist.group.WORLD)
     step(module, value)
-    set_both(executor, SPLIT)
 
     def count() -> int:
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
@@ -181,6 +180,7 @@ def skipped_step() -> tuple[list[int], list[Any], float]:
     for number, overlaps in enumerate((True, False, True)):
         if overlaps:
             assert executor.begin_step(number, [SPLIT])
+            set_both(executor, SPLIT)
         else:
             executor.skip_step(number)
         worst = max(worst, error(step(module, value), wanted))
@@ -196,8 +196,8 @@ def hooks_of_step(setting: str) -> list[int]:
     executor = generic.attach(module, dist.group.WORLD)
     step(module, value)
     split = OverlapSetting.parse(setting)
-    set_both(executor, split)
     assert executor.begin_step(0, [split])
+    set_both(executor, split)
     counts = []
 
     def count(*_: Any) -> None:

@@ -22,6 +22,7 @@ from kareus_pp.schedule import Kind, Schedule
 from kareus_pp.setting import SEQUENTIAL, Launch, OverlapSetting, Setting
 from tests.overlap.cases import expected_launches
 from tests.overlap.negative import log
+from tests.overlap.steps import begin_step
 
 HIDDEN, HEADS, SEQUENCE, VOCABULARY = 16, 4, 6, 32
 
@@ -116,9 +117,8 @@ def _batches(steps: int) -> Any:
 def _setup(asynchronous: bool = False) -> Any:
     """Set DeepSpeed up; returns the tensor-parallel group of this rank."""
     # DeepSpeed compiles a small operator; other versions of it compile another of the same name.
-    os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(
-        tempfile.gettempdir(), f"torch-extensions-deepspeed-{metadata.version('deepspeed')}"
-    )
+    folder = f"torch-extensions-deepspeed-{metadata.version('deepspeed')}"
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(tempfile.gettempdir(), folder))
     import deepspeed
     from deepspeed.module_inject.layers import TensorParallel_Layer, set_autotp_mode
 
@@ -152,8 +152,8 @@ def train(
         losses = []
         for step in range(steps):
             if executor is not None and step:
-                for phase in ("forward", "backward"):
-                    executor.set_next(phase, _choose(executor, phase, chooser))
+                phases = ("forward", "backward")
+                begin_step(executor, {p: _choose(executor, p, chooser) for p in phases})
             losses.append(float(engine.train_batch(data)))
         results.append([p.detach().clone() for p in module.parameters()] + [torch.tensor(losses)])
         if executor is not None:
@@ -272,7 +272,7 @@ def refused_training() -> dict[str, Any]:
         with log(messages):
             for _ in range(2):
                 if executor is not None:
-                    executor.set_next("forward", OverlapSetting.parse("mlp@0:0"))
+                    begin_step(executor, {"forward": OverlapSetting.parse("mlp@0:0")})
                 losses.append(float(engine.train_batch(data)))
         if executor is not None:
             split = executor.executed["forward", "split"] + executor.executed["forward", "observed"]

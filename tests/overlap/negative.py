@@ -19,6 +19,7 @@ from kareus_pp.overlap.interception import INTERCEPTED
 from kareus_pp.overlap.scheduler import Deferred
 from kareus_pp.setting import SEQUENTIAL, OverlapSetting
 from tests.overlap import cases, megatron_cpu
+from tests.overlap.steps import begin_step
 
 SPLIT = OverlapSetting.parse("attention@1:0,mlp@1:0")
 
@@ -144,8 +145,7 @@ class _Model:
 
 
 def _set(executor: OverlapExecutor, setting: OverlapSetting = SPLIT) -> None:
-    for phase in ("forward", "backward"):
-        executor.set_next(phase, setting)
+    begin_step(executor, dict.fromkeys(("forward", "backward"), setting))
 
 
 def detach() -> dict[str, bool]:
