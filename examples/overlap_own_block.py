@@ -67,12 +67,15 @@ def main() -> None:
         block(x).square().mean().backward()
         return [p.grad.clone() for p in block.parameters()]
 
-    partitions = generic.find_partitions(block, dist.group.WORLD, x)
+    group = dist.group.WORLD
+    partitions = generic.find_partitions(block, group, x)
     wanted = gradients()
-    executor = generic.attach(block, dist.group.WORLD)
+    executor = generic.attach(block, group, agreement=generic.group_agreement(group))
     gradients()  # observed
+    setting = OverlapSetting.parse("mlp@1:0")
+    executor.begin_step(1, [setting])  # all ranks agree on it, or run the step sequentially
     for phase in ("forward", "backward"):
-        executor.set_next(phase, OverlapSetting.parse("mlp@1:0"))
+        executor.set_next(phase, setting)
     found = gradients()
     error = max((a - b).abs().max() / b.abs().max() for a, b in zip(found, wanted, strict=True))
     if dist.get_rank() == 0:
