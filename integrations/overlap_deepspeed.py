@@ -19,7 +19,8 @@ from torch import nn
 
 from kareus_pp.errors import OverlapError
 from kareus_pp.overlap.executor import OverlapExecutor
-from kareus_pp.overlap.generic import attach_module, group_agreement, group_pool
+from kareus_pp.overlap.generic import attach_module
+from kareus_pp.overlap.groups import group_agreement, group_pool
 from kareus_pp.overlap.shadow import ShadowTree
 from kareus_pp.overlap.swaps import random_tracker
 

@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves
 from kareus_pp.errors import OverlapError
 from kareus_pp.overlap.block import OverlapBlock, is_attached, replace_forward
 from kareus_pp.overlap.executor import OverlapExecutor
-from kareus_pp.overlap.generic import group_agreement, group_pool, modules_of
+from kareus_pp.overlap.generic import modules_of
+from kareus_pp.overlap.groups import group_agreement, group_pool
 from kareus_pp.overlap.run import Swap
 from kareus_pp.overlap.swaps import Variable, random_tracker
 

@@ -167,9 +167,14 @@ def half_split(overlapped: Collection[Instruction]) -> str:
     for instruction in overlapped:
         other = Kind.BACKWARD if instruction.kind is Kind.FORWARD else Kind.FORWARD
         if instruction._replace(kind=other) not in overlapped:
+            outcome = (
+                "neither overlaps, and both take other times than planned"
+                if other is Kind.FORWARD
+                else "that runs in halves one after the other and takes longer than planned"
+            )
             return (
                 f"the plan splits {instruction} and not the {other.word} of that microbatch: "
-                f"neither overlaps, and both take other times than planned"
+                f"{outcome}"
             )
     return ""
 

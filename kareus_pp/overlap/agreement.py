@@ -21,6 +21,7 @@ from kareus_pp.errors import OverlapError
 
 _logger = logging.getLogger(__name__)
 _AGREED, _REFUSED, _DECLINED = "agreed", "refused", "declined"
+_LONGEST_S = 86400.0
 _PATIENCE = 3
 """Time-outs in a row after which a rank gives up: another one does not take part any more."""
 
@@ -40,7 +41,7 @@ class Agreement:
         timeout_s: Longest wait for the other ranks at the beginning of a step.
 
     Raises:
-        OverlapError: The timeout is no positive, finite number.
+        OverlapError: The timeout is no number of seconds from above 0 to a day.
     """
 
     _made: ClassVar[Counter[tuple[str, int]]] = Counter()
@@ -48,10 +49,10 @@ class Agreement:
     def __init__(
         self, store: Store, group: str, rank: int, size: int, timeout_s: float = 10.0
     ) -> None:
-        if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
+        if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= _LONGEST_S:
             raise OverlapError(
-                f"the timeout of an agreement is {timeout_s!r}; give a number of seconds above 0, "
-                f"as 10.0"
+                f"the timeout of an agreement is {timeout_s!r}; give a number of seconds above 0 "
+                f"and up to {_LONGEST_S:g}, as 10.0"
             )
         self._store = store
         self._prefix = f"kareus/overlap/{group}/{self._made[group, rank]}"
@@ -78,11 +79,19 @@ class Agreement:
         return not reason
 
     def reason_against(self, step: int, facts: Sequence[str]) -> str:
-        """As `agree`, without a word in the log: why not, or empty where all ranks agree."""
+        """As `agree`, without a word in the log.
+
+        Args:
+            step: Number of the step, above those of all steps before.
+            facts: What must be the same.
+
+        Returns:
+            Why the ranks do not agree, in words; empty where they do.
+        """
         if self._size == 1:
             return ""
         if step <= self._last:
-            return f"step {step} does not come after step {self._last}, which was agreed on"
+            return f"step {step} does not come after step {self._last}, which was asked for"
         self._last = step
         if self._timeouts >= _PATIENCE:
             self.decline(step)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ class OverlapBlock:
     Attributes:
         programs: What was observed, by phase.
         refusal: Why this block always runs sequentially; empty where it need not.
+        hindrance: Why it runs sequentially, or could not be observed so far; empty where neither.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class OverlapBlock:
         self.refusal = refusal
         self.module = module
         self.programs: dict[str, Program] = {}
+        self.hindrance = refusal
+        self._fitting: dict[str, OverlapSetting] = {}
         self._executor = executor
         self._output_dimension = output_dimension
         self._hooks = SlotHooks(module)
@@ -72,10 +77,11 @@ class OverlapBlock:
 
         Args:
             reason: Gives the reason against it in words, empty where there is none; asked only
-                where the setting wants nanobatches.
+                where the setting wants nanobatches and where the block is to be observed.
         """
         executor = self._executor
         wanted = not executor.setting_for(FORWARD).is_sequential
+        observes = FORWARD not in self.programs
         if is_nanobatch_thread():
             return False
         if not torch.is_grad_enabled() or not self.module.training:
@@ -87,31 +93,40 @@ class OverlapBlock:
             return False
         if torch._C._current_graph_task_id() >= 0:
             # Within a backward: it must run as the forward did that it repeats.
-            if wanted:
-                executor.refuse(f"{self.name}: it is recomputed as a whole, from outside")
+            if wanted or observes:
+                self._hinder("it is recomputed as a whole, from outside")
             return False
-        if not wanted and FORWARD in self.programs:
+        if not wanted and not observes:
             executor.executed[FORWARD, "sequential"] += 1
             return False
         why = self.refusal or _reason_around() or reason() or self._lacks(FORWARD)
         if not why:
             return True
-        if wanted:
-            executor.refuse(f"{self.name}: {why}")
+        self._hinder(why)
         executor.executed[FORWARD, "sequential"] += 1
         return False
+
+    def _hinder(self, why: str) -> None:
+        if FORWARD not in self.programs:
+            self.hindrance = why
+        self._executor.refuse(f"{self.name}: {why}")
+
+    def _refuse_for_good(self, why: str) -> None:
+        self.refusal = self.hindrance = self.refusal or why
 
     def _lacks(self, phase: str) -> str:
         """What a setting asks for that the block does not have, in words.
 
         A setting can be taken before the block was observed, when nothing could be checked.
         """
-        program = self.programs.get(phase)
+        program, setting = self.programs.get(phase), self._executor.setting_for(phase)
+        if program is None or self._fitting.get(phase) == setting:
+            return ""
         try:
-            if program is not None:
-                program.check(self._executor.setting_for(phase))
+            program.check(setting)
         except OverlapError as error:
             return str(error)
+        self._fitting[phase] = setting
         return ""
 
     def shadow_of(self, module: nn.Module) -> nn.Module:
@@ -139,7 +154,12 @@ class OverlapBlock:
 
         Returns:
             What the block returns for the whole microbatch.
+
+        Raises:
+            OverlapError: Its outputs cannot be put together, see `BlockCall.join`; or, where it is
+                observed, it changes in place an input whose gradient is wanted.
         """
+        executor = self._executor
         if self._shadow is None:
             self._shadow = ShadowTree(self.module, self._hidden)
         else:
@@ -158,8 +178,13 @@ class OverlapBlock:
             sizes=(batch,) if observes else (batch - batch // 2, batch // 2),
         )
         if observes:
+            versions = _versions(leaves)
             outputs = apply_boundary(call, self._observe_forward, self._observe_backward)
-            self.refusal = self.refusal or call.unjoinable
+            changed = "it changes its input in place" if _versions(leaves) != versions else ""
+            why = call.unjoinable or changed
+            if why:
+                self._refuse_for_good(why)
+                executor.refuse(f"{self.name}: {why}")
             return outputs
         return apply_boundary(call, self._run_forward, self._run_backward)
 
@@ -200,13 +225,24 @@ class OverlapBlock:
             with recorder.operations():
                 return task()
 
-        results = executor.run(phase, [observed], None, SEQUENTIAL, recorder)
+        try:
+            results = executor.run(phase, [observed], None, SEQUENTIAL, recorder)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+            raise OverlapError(
+                f"{self.name} changes an input in place, which cannot be overlapped; give it a "
+                f"copy, or do not attach to it"
+            ) from error
         self.programs[phase] = recorder.program(phase)
+        self.hindrance = self.refusal
         if phase == BACKWARD and not any(p.partitions for p in self.programs.values()):
-            self.refusal = self.refusal or (
+            why = (
                 "no collective of its process group was seen (those of DTensor and of functional "
                 "collectives cannot be)"
             )
+            self._refuse_for_good(why)
+            executor.refuse(f"{self.name}: {why}")
         return results
 
     def hook_for(self, settings: Iterable[OverlapSetting]) -> None:
@@ -230,9 +266,17 @@ class OverlapBlock:
     def detach(self) -> None:
         """Take the hooks away and leave the module as it was."""
         self._undo()
-        self.refusal = self.refusal or "the overlap executor is closed"
+        self._refuse_for_good("the overlap executor is closed")
         self._hooks.remove()
         self._shadow = None
+
+
+def _versions(leaves: Iterable[Any]) -> list[int]:
+    return [
+        leaf._version
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+    ]
 
 
 # Not in torch before 2.8: there a checkpoint around a block that is split recomputes nothing.
@@ -256,23 +300,35 @@ def _reason_around() -> str:
 class _Forward:
     """Stands in for the forward of one module.
 
-    A copy of the module, deep or through a file, has the forward of its class: it is not attached.
+    A copy of the module, deep or through a file, has the forward that the module had: it is not
+    attached.
     """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         self._module, self._function = module, function
+        self._previous = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if isinstance(self._previous, MethodType):
+            return MethodType, (self._previous.__func__, self._module)
         # The copy has no attributes yet when this is called, so that it is the class that answers.
         return getattr, (self._module, "forward")
 
 
+_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 def is_attached(module: nn.Module) -> bool:
     """Whether a module's forward is replaced by `replace_forward`."""
-    return isinstance(module.__dict__.get("forward"), _Forward)
+    return module in _attached
+
+
+def is_within_attached(module: nn.Module) -> bool:
+    """Whether a module is part of one whose forward is replaced, or is such a one."""
+    return any(inner is module for outer in _attached for inner in outer.modules())
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
@@ -280,8 +336,10 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
     previous = module.__dict__.get("forward")
     replaced = _Forward(module, forward)
     module.forward = replaced  # type: ignore[method-assign]
+    _attached.add(module)
 
     def undo() -> None:
+        _attached.discard(module)
         if module.__dict__.get("forward") is not replaced:
             return  # Somebody's wrapper is around it, and goes on calling it.
         if previous is None:

@@ -7,9 +7,11 @@ nanobatch, each on its own thread; parameters accumulate directly, by the framew
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -98,7 +100,8 @@ class BlockCall:
         """The outputs of the whole microbatch, flat; keeps of the parts only their graphs.
 
         Raises:
-            OverlapError: An output has no batch dimension to join along.
+            OverlapError: An output of two halves has no batch dimension to join along, or one
+                holds tensors with a gradient where they cannot be seen.
         """
         self.differentiable = [
             i
@@ -113,25 +116,29 @@ class BlockCall:
 
     def _join_one(self, values: tuple[Any, ...]) -> Any:
         value = values[0]
-        if not isinstance(value, torch.Tensor):
-            if _holds_gradient(value):
-                raise OverlapError(
-                    f"an output of type {type(value).__name__} holds tensors where torch's pytree "
-                    f"cannot see them; register the type with torch.utils._pytree, or do not "
-                    f"attach to this block"
-                )
-            return value
+        if _holds_gradient(value):
+            raise OverlapError(
+                f"an output of type {type(value).__name__} holds tensors where torch's pytree "
+                f"cannot see them; register the type with torch.utils._pytree, or do not "
+                f"attach to this block"
+            )
         reasons = map(self._reason_against, values, self.sizes)
         reason = next(filter(None, reasons), "")
-        if not reason:
-            return torch.cat([value.detach() for value in values], self.output_dimension)
-        if len(values) > 1:
+        if reason and len(values) > 1:
             raise OverlapError(reason)
         # Observed, and whole: nothing needs to be joined now, nor ever will be.
-        self.unjoinable = reason
-        return value.detach().clone()
+        self.unjoinable = self.unjoinable or reason
+        if not isinstance(value, torch.Tensor):
+            return value
+        if reason:
+            return value.detach().clone()
+        return torch.cat([value.detach() for value in values], self.output_dimension)
 
-    def _reason_against(self, value: torch.Tensor, size: int) -> str:
+    def _reason_against(self, value: Any, size: int) -> str:
+        if value is None or isinstance(value, (str, bool)):
+            return ""  # The same for both halves, as far as can be told.
+        if not isinstance(value, torch.Tensor):
+            return f"an output of type {type(value).__name__} cannot be put together of two halves"
         dimension = self.output_dimension
         if value.dim() > dimension and value.size(dimension) == size:
             return ""
@@ -187,10 +194,15 @@ class BlockCall:
         self.inputs, self.edges = [], []
 
 
-def _holds_gradient(value: Any) -> bool:
-    """Whether an object that is no tensor has tensors with a gradient among its attributes."""
-    own = vars(value).values() if hasattr(value, "__dict__") else ()
-    return any(isinstance(part, torch.Tensor) and part.requires_grad for part in own)
+def _holds_gradient(value: Any, depth: int = 3) -> bool:
+    """Whether an object that is no tensor holds some with a gradient, which would be lost."""
+    if depth == 0 or value is None or isinstance(value, (torch.Tensor, str, bool, type)):
+        return False
+    return any(
+        part.requires_grad if isinstance(part, torch.Tensor) else _holds_gradient(part, depth - 1)
+        for part in gc.get_referents(value)
+        if not isinstance(part, (type, ModuleType, FunctionType))
+    )
 
 
 RunTasks = Callable[[Tasks], list[Any]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
@@ -21,7 +22,7 @@ from kareus_pp.overlap.communicators import CommunicatorPool
 from kareus_pp.overlap.observe import Recorder
 from kareus_pp.overlap.partitions import Partition, Program
 from kareus_pp.overlap.run import BACKWARD, FORWARD, Run, Swap
-from kareus_pp.overlap.scheduler import Scheduler, is_nanobatch_thread
+from kareus_pp.overlap.scheduler import Scheduler
 from kareus_pp.overlap.search import Candidate, joint_candidates
 from kareus_pp.overlap.swaps import RandomState
 from kareus_pp.schedule import Instruction, Kind
@@ -49,7 +50,8 @@ class OverlapExecutor:
         launches: Launches by (phase, partition kind, slot); slot -1 is the end of a partition.
         executed: Block executions by (phase, `split`, `sequential`, `observed` or `serial`);
             serial is a split microbatch whose backward has a sequential setting.
-        reasons: Every reason why a block ran sequentially against its setting, with its count.
+        reasons: Every reason why a block ran sequentially against its setting, or could not be
+            observed, with its count.
     """
 
     def __init__(
@@ -82,8 +84,8 @@ class OverlapExecutor:
 
         Args:
             step: Number of the step, the same on all ranks and above those of all steps before.
-            settings: Settings of all instructions of the step, in order. Where there is an
-                agreement, the step can have these and the sequential one.
+            settings: Settings of all instructions of the step, in order: the step can have these
+                and the sequential one. None: without an agreement it can have any.
 
         Returns:
             Whether overlap settings apply in this step.
@@ -92,19 +94,21 @@ class OverlapExecutor:
             OverlapError: A step is no number, a setting is none, or the executor is closed.
         """
         self._refuse_closed()
-        used = tuple(map(_setting, (settings,) if isinstance(settings, str) else settings))
-        if not isinstance(step, int) or step < 0:
-            raise OverlapError(f"the step {step!r} is no number; count steps from 0")
-        self._allowed = frozenset(used)
+        used = _settings_of(settings)
+        number = _number(step)
+        self._allowed = frozenset(used) if used or self._agreement is not None else None
         self._settings = {FORWARD: SEQUENTIAL, BACKWARD: SEQUENTIAL}
         self._agreed = True
         if self._agreement is not None:
             facts = [*map(str, used), f"levels {self.pool.levels}"]
             facts += [f"{block.name}: {block.refusal}" for block in self.blocks]
-            self._agreed = self._agreement.agree(step, facts)
-        if self._agreed and used:
+            self._agreed = self._agreement.agree(number, facts)
+        if self._agreed:
             for block in self.blocks:
-                block.hook_for(used)
+                if used:
+                    block.hook_for(used)
+                else:
+                    block.unhook()
         return self._agreed
 
     def skip_step(self, step: int) -> None:
@@ -112,10 +116,13 @@ class OverlapExecutor:
 
         Args:
             step: Number of the step, the same on all ranks.
+
+        Raises:
+            OverlapError: The step is no number.
         """
         if self._agreement is not None:
-            self._agreement.decline(step)
-        self._agreed = False
+            self._agreement.decline(_number(step))
+        self._agreed, self._allowed = False, frozenset()
         for block in self.blocks:
             block.unhook()
 
@@ -123,7 +130,7 @@ class OverlapExecutor:
         """Take the setting of an instruction that is about to run.
 
         Raises:
-            OverlapError: The ranks did not agree on it for this step.
+            OverlapError: It is not among the settings of the step.
         """
         if instruction.kind is Kind.FORWARD:
             self._set(FORWARD, setting.overlap)
@@ -137,12 +144,13 @@ class OverlapExecutor:
 
         Args:
             phase: `forward` or `backward`.
-            setting: The setting; it stays until another one is set or another step begins.
+            setting: The setting; it stays until another one is set or another step begins. In a
+                step that was refused or skipped it is of no effect.
 
         Raises:
             OverlapError: The phase or the setting is none, the executor is closed, a block that
-                was observed lacks the partition or slot, or the ranks did not agree on the
-                setting for this step.
+                was observed lacks the partition or slot, or the setting is not among those of
+                the step.
         """
         self._refuse_closed()
         self.check(phase, setting)
@@ -150,15 +158,15 @@ class OverlapExecutor:
 
     def _set(self, phase: str, setting: OverlapSetting) -> None:
         # Sequential is what follows a step, so it is always taken.
-        if self._agreement is not None and not setting.is_sequential:
-            if self._allowed is None:
+        if not setting.is_sequential:
+            if self._allowed is None and self._agreement is not None:
                 raise OverlapError(
                     f"the ranks have not agreed on '{setting}' yet; call begin_step with all "
                     f"settings of a step before it"
                 )
-            if self._agreed and setting not in self._allowed:
+            if self._agreed and self._allowed is not None and setting not in self._allowed:
                 raise OverlapError(
-                    f"the ranks did not agree on '{setting}' for this step, but on "
+                    f"'{setting}' is not among the settings of this step, which are "
                     f"{', '.join(sorted(map(str, self._allowed))) or 'none'}; give begin_step all "
                     f"settings of the step"
                 )
@@ -201,7 +209,7 @@ class OverlapExecutor:
         """
         if not isinstance(count, int) or count < 0:
             raise OverlapError(f"{count!r} candidates cannot be given; ask for 0 or more")
-        programs = [block.programs for block in self.blocks if not block.refusal]
+        programs = [block.programs for block in self.blocks if not block.hindrance]
         return joint_candidates(programs, self.pool.levels, count)
 
     @property
@@ -219,9 +227,9 @@ class OverlapExecutor:
         """Detach all blocks, end the threads, give communicators back.
 
         Raises:
-            OverlapError: It is called from within a block that is running.
+            OverlapError: A block is running.
         """
-        if is_nanobatch_thread():
+        if self.scheduler.is_running:
             raise OverlapError(
                 "the overlap executor cannot be closed from within a block; close it between two "
                 "steps"
@@ -267,6 +275,17 @@ class OverlapExecutor:
             ),
             tasks,
         )
+
+
+def _number(step: object) -> int:
+    if not isinstance(step, Integral) or step < 0:
+        raise OverlapError(f"the step {step!r} is no number; count steps from 0")
+    return int(step)
+
+
+def _settings_of(value: object) -> tuple[OverlapSetting, ...]:
+    several = isinstance(value, Iterable) and not isinstance(value, (str, OverlapSetting))
+    return tuple(map(_setting, value if several else (value,)))  # type: ignore[call-overload]
 
 
 def _setting(value: object) -> OverlapSetting:

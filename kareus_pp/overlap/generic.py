@@ -4,8 +4,13 @@
 
     for partition in generic.find_partitions(block, group, sample):
         print(partition.kind, partition.phase, [slot.name for slot in partition.slots])
-    executor = generic.attach(block, group)
-    executor.set_next("forward", OverlapSetting.parse("mlp@1:0"))
+    executor = generic.attach(block, group, agreement=generic.group_agreement(group))
+    train(block)  # observed
+    setting = OverlapSetting.parse("mlp@1:0")
+    executor.begin_step(1, [setting])
+    executor.set_next("forward", setting)
+    executor.set_next("backward", setting)
+    train(block)  # overlapped
 
 The block must treat the samples of a batch independently of each other, as transformer blocks do
 and batch norm does not.
@@ -18,23 +23,25 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kareus_pp.errors import OverlapError
 from kareus_pp.overlap.agreement import Agreement
-from kareus_pp.overlap.block import OverlapBlock, is_attached, replace_forward
-from kareus_pp.overlap.communicators import CommunicatorPool, checked_levels
+from kareus_pp.overlap.block import (
+    OverlapBlock,
+    is_attached,
+    is_within_attached,
+    replace_forward,
+)
 from kareus_pp.overlap.executor import OverlapExecutor
+from kareus_pp.overlap.groups import group_agreement as group_agreement
+from kareus_pp.overlap.groups import group_pool, own_group
 from kareus_pp.overlap.partitions import Partition
 from kareus_pp.overlap.run import Swap
 from kareus_pp.overlap.shadow import ShadowTree
 from kareus_pp.setting import Launch, OverlapSetting
-
-_ATTACH_TIMEOUT_S = 300.0
-"""Longest wait for ranks that make communicators; some build their model for longer."""
 
 
 def attach(
@@ -67,7 +74,7 @@ def attach(
         OverlapError: An argument cannot be used, a block is attached already, its forward was
             replaced by a function that a shadow cannot call, or the ranks give different levels.
     """
-    group = _group(group)
+    group = own_group(group)
     modules = modules_of(blocks)
     _refuse_nested(modules)
     if type(batch_dimension) is not int or batch_dimension < 0:
@@ -79,8 +86,7 @@ def attach(
         raise OverlapError(
             f"the agreement {agreement!r} is none; make one with generic.group_agreement(group)"
         )
-    pool = group_pool(group, levels)
-    executor = OverlapExecutor([group], swaps, agreement, pool)
+    executor = OverlapExecutor([group], swaps, agreement, group_pool(group, levels))
     try:
         for number, module in enumerate(modules):
             name = f"block {number} ({type(module).__name__})"
@@ -117,15 +123,22 @@ def find_partitions(
     Raises:
         OverlapError: The block cannot be overlapped; the message says why.
     """
-    modules_of(block)
+    if not isinstance(block, nn.Module) or isinstance(block, nn.ModuleList):
+        raise OverlapError(
+            f"a {type(block).__name__} is no block; give one torch module, of several the first"
+        )
     if not block.training:
         raise OverlapError(
             "the block is in evaluation mode, which is never overlapped; call block.train() first"
         )
     grads = [(parameter, parameter.grad) for parameter in block.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    buffers = [
+        (owner, name, buffer, buffer.clone())
+        for owner in block.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
     executor = attach(block, group, batch_dimension)
-    (attached,) = executor.blocks
     try:
         # Not sequential, so that reasons against overlap are looked for and reported; nothing is
         # observed yet that it could be checked against.
@@ -139,17 +152,19 @@ def find_partitions(
                 for leaf in tree_leaves(block(*own_args, **own_kwargs))
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad
             ]
-            _refuse_any((*executor.reasons, attached.refusal))
+            _refuse_any(executor.reasons)
             _refuse_any([] if outputs else ["no output of it has a gradient"])
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        _refuse_any([attached.refusal])
+        _refuse_any(executor.reasons)
         return executor.partitions
     finally:
         executor.close()
         for parameter, grad in grads:
             parameter.grad = grad
-        for buffer, value in buffers:
-            buffer.copy_(value)
+        for owner, name, buffer, value in buffers:
+            owner._buffers[name] = buffer
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
 
 
 def _devices_of(block: nn.Module) -> list[torch.device]:
@@ -162,8 +177,7 @@ def _separate(value: torch.Tensor) -> torch.Tensor:
 
 def _refuse_any(reasons: Iterable[str]) -> None:
     for reason in reasons:
-        if reason:
-            raise OverlapError(f"the block cannot be overlapped: {reason}")
+        raise OverlapError(f"the block cannot be overlapped: {reason}")
 
 
 def modules_of(blocks: object) -> list[nn.Module]:
@@ -172,6 +186,8 @@ def modules_of(blocks: object) -> list[nn.Module]:
     Raises:
         OverlapError: There is none, or something else among them.
     """
+    if isinstance(blocks, nn.ModuleDict):
+        blocks = blocks.values()
     several = isinstance(blocks, nn.ModuleList) or not isinstance(blocks, nn.Module)
     modules = list(blocks) if several and isinstance(blocks, Iterable) else [blocks]
     for module in modules:
@@ -180,21 +196,6 @@ def modules_of(blocks: object) -> list[nn.Module]:
     if not modules:
         raise OverlapError("there is no module to overlap in an empty list")
     return modules
-
-
-def _group(group: object) -> ProcessGroup:
-    if not dist.is_initialized():
-        raise OverlapError(
-            "torch.distributed is not initialised; call init_process_group before overlap"
-        )
-    if group is None:
-        return dist.distributed_c10d._get_default_group()
-    if not isinstance(group, ProcessGroup):
-        raise OverlapError(
-            f"the group is of type {type(group).__name__}; give a process group that this rank is "
-            f"in, or None for all ranks"
-        )
-    return group
 
 
 def _refuse_nested(modules: Sequence[nn.Module]) -> None:
@@ -208,6 +209,11 @@ def _refuse_nested(modules: Sequence[nn.Module]) -> None:
                     f"{name} is a block too, within a block of type {type(module).__name__}; "
                     f"attach either the outer or the inner one"
                 )
+        if is_within_attached(module) and not is_attached(module):
+            raise OverlapError(
+                f"a block of type {type(module).__name__} is within one that is attached; attach "
+                f"either the outer or the inner one"
+            )
 
 
 def _refusal(module: nn.Module, group: ProcessGroup) -> str:
@@ -255,7 +261,8 @@ def attach_module(
     if getattr(original, "__self__", None) is not module:
         raise OverlapError(
             f"the forward of {name} was replaced by a function that is bound to this instance; "
-            f"attach overlap before whatever replaced it"
+            f"attach overlap to the module itself and before whatever replaced it, such as "
+            f"torch.compile"
         )
     block = OverlapBlock(
         executor,
@@ -324,55 +331,3 @@ def _reason(
                 f"gradient"
             )
     return ""
-
-
-def group_agreement(group: ProcessGroup, timeout_s: float = 10.0) -> Agreement:
-    """Agreement of the ranks of a group through the job's own key-value store.
-
-    Args:
-        group: The process group.
-        timeout_s: Longest wait for the other ranks at the beginning of a step.
-
-    Raises:
-        OverlapError: The group is none, or the timeout is no positive, finite number.
-    """
-    return _agreement(_group(group), "", timeout_s)
-
-
-def _agreement(group: ProcessGroup, purpose: str, timeout_s: float) -> Agreement:
-    return Agreement(
-        dist.distributed_c10d._get_default_store(),
-        group=purpose + "-".join(map(str, dist.get_process_group_ranks(group))),
-        rank=group.rank(),
-        size=group.size(),
-        timeout_s=timeout_s,
-    )
-
-
-def group_pool(group: ProcessGroup, levels: Sequence[int]) -> CommunicatorPool:
-    """Communicators for every group of this kind.
-
-    With levels a collective call of all ranks of the job.
-
-    Args:
-        group: This rank's own group.
-        levels: Numbers of SMs; none: the group's own communicator serves all.
-
-    Raises:
-        OverlapError: The levels are none, or the ranks do not all give the same ones.
-    """
-    levels = checked_levels(levels)
-    everyone = dist.distributed_c10d._get_default_group()
-    agreement = _agreement(everyone, "levels/", _ATTACH_TIMEOUT_S)
-    if not levels:
-        agreement.decline(0)
-        return CommunicatorPool()
-    reason = agreement.reason_against(0, [str(levels)])
-    if reason:
-        raise OverlapError(
-            f"no communicators were made for the levels {levels}, because {reason}; attach with "
-            f"the same levels on every rank of the job"
-        )
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, tuple(dist.get_process_group_ranks(group)))
-    return CommunicatorPool.create(sorted(set(everywhere)), levels, group)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from kareus_pp.errors import KareusError
+from kareus_pp.errors import OverlapError
 from kareus_pp.overlap import interception
 from kareus_pp.overlap.interception import Collective
 from kareus_pp.overlap.run import Run, Swap, Task
@@ -254,11 +254,19 @@ class Scheduler:
         assert self._run is not None
         return self._run
 
+    @property
+    def is_running(self) -> bool:
+        """True between the start and the end of a run."""
+        return self._run is not None
+
     def run(self, run: Run, tasks: Sequence[Task]) -> list[Any]:
         """Run one or two tasks and return their results; raises what the first to fail raised."""
         assert self._run is None, "nanobatches cannot be nested"
         if self.closing:
-            raise KareusError("the overlap executor is closed; attach a new one")
+            raise OverlapError(
+                "the overlap executor was closed between this backward and its forward; close it "
+                "between two steps"
+            )
         self._run, self.failure = run, None
         self.context = ThreadContext.capture()
         for nanobatch in self._nanobatches:

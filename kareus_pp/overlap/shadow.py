@@ -8,6 +8,8 @@ still name the original ones.
 
 from __future__ import annotations
 
+from types import MethodType
+
 from torch import nn
 
 Submodules = dict[str, nn.Module | None]
@@ -46,10 +48,8 @@ class ShadowTree:
         for module, shadow, known, mirrored in self._fresh.values():
             if module._modules != known or type(shadow) is not type(module):
                 return False
-            attributes = shadow.__dict__
-            attributes.clear()
-            attributes.update(module.__dict__)
-            attributes["_modules"] = mirrored.copy()
+            _take_over(module, shadow)
+            shadow.__dict__["_modules"] = mirrored.copy()
         return True
 
     def _mirror(self, module: nn.Module) -> nn.Module:
@@ -62,10 +62,18 @@ class ShadowTree:
             known: Submodules = dict(module._modules)
             mirrored: Submodules = {}
             self._fresh[id(module)] = (module, shadow, known, mirrored)
-            attributes = shadow.__dict__
-            attributes.clear()
-            attributes.update(module.__dict__)
+            _take_over(module, shadow)
             for name, child in known.items():
                 mirrored[name] = None if child is None else self._mirror(child)
-            attributes["_modules"] = mirrored.copy()
+            shadow.__dict__["_modules"] = mirrored.copy()
         return shadow
+
+
+def _take_over(module: nn.Module, shadow: nn.Module) -> None:
+    attributes = shadow.__dict__
+    attributes.clear()
+    attributes.update(module.__dict__)
+    forward = attributes.get("forward")
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        # Patched on this instance: it must run on the shadow's own attributes.
+        attributes["forward"] = MethodType(forward.__func__, shadow)

@@ -244,11 +244,13 @@ class Session:
         atexit.unregister(self.close)
         self._tracker = None
         self._boundaries.close()
-        if self._overlap is not None:
-            self._overlap.close()
-        self._coordinator.close()
-        self._controller.close()
-        self.events.close()
+        try:
+            if self._overlap is not None:
+                self._overlap.close()
+        finally:
+            self._coordinator.close()
+            self._controller.close()
+            self.events.close()
         if self.events.error:
             self._log.warning("kareus-pp: %s; the event log is incomplete", self.events.error)
 

@@ -120,6 +120,7 @@ def test_simulating_a_plan_that_splits_half_a_microbatch_says_that_nothing_overl
         text = run("simulate", output, "--profile", profile)
         note = json.loads(run("simulate", output, "--profile", profile, "--json"))["note"]
         assert ("splits 0B1 and not the forward" in note) == (chosen is halves)
+        assert ("neither overlaps" in note) == (chosen is halves)
         assert ("note: the plan splits 0B1" in text) == (chosen is halves)
 
 

@@ -249,14 +249,22 @@ class Passing(nn.Module):
             return output, torch.ones(1, 1, 3, dtype=torch.bool)
         if self.what == "loss":
             return output, output.square().mean()
-        return Hidden(output)
+        if self.what == "number":
+            return output, output.detach().sum().item()
+        if self.what == "list in an object":
+            return Hidden([output])
+        return Hidden(output) if self.what == "dataclass" else Named(value=output)
 
 
 @dataclass
 class Hidden:
     """No pytree."""
 
-    value: torch.Tensor
+    value: Any
+
+
+class Named(dict[str, torch.Tensor]):
+    """No pytree either, as it is no plain dictionary."""
 
 
 def unjoinable(what: str) -> tuple[list[float], list[str], str]:
@@ -267,14 +275,14 @@ def unjoinable(what: str) -> tuple[list[float], list[str], str]:
         module.zero_grad()
         leaf = value.clone().requires_grad_()
         output, other = module(leaf)
-        (output.square().sum() + other.sum()).backward()
+        (output.square().sum() + torch.as_tensor(other).sum()).backward()
         return [output.detach(), leaf.grad, *(p.grad for p in module.parameters())]  # type: ignore[list-item]
 
     try:
         found = str(generic.find_partitions(module, dist.group.WORLD, value))
     except OverlapError as error_:
         found = str(error_)
-    if what == "dataclass":
+    if what in ("dataclass", "dictionary", "list in an object"):
         return [], [], found
     wanted = train()
     executor = generic.attach(module, dist.group.WORLD)

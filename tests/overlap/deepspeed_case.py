@@ -146,7 +146,7 @@ def train(
     for overlapped in (False, True):
         # DeepSpeed's asynchronous layer has the wrong gradient of the bias for three dimensions.
         engine, module = _engine(group, interval, reentrant, zero, bias=not asynchronous)
-        executor = overlap_deepspeed.attach(module) if overlapped else None
+        executor = overlap_deepspeed.attach(module, timeout_s=60.0) if overlapped else None
         data = _batches(steps)
         chooser = random.Random(5)
         losses = []
@@ -267,7 +267,7 @@ def refused_training() -> dict[str, Any]:
         engine, module = _engine(group, interval=0, reentrant=True, zero=0, bias=True)
         name = "deepspeed.runtime.domino.transformer"
         module.unused = type("Layer", (nn.Module,), {"__module__": name})()
-        executor = overlap_deepspeed.attach(module) if attached else None
+        executor = overlap_deepspeed.attach(module, timeout_s=60.0) if attached else None
         data = _batches(2)
         with log(messages):
             for _ in range(2):

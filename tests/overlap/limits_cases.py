@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from kareus_pp.errors import OverlapError
-from kareus_pp.overlap import generic
+from kareus_pp.overlap import generic, groups
 from kareus_pp.setting import SEQUENTIAL, OverlapSetting
 from tests.overlap.core_cases import SPLIT, WIDTH, block, error, sample, set_both, step
 
@@ -56,10 +57,13 @@ def bad_arguments() -> dict[str, str]:
         "negative dimension": lambda: attach(module, batch_dimension=-1),
         "agreement": lambda: attach(module, agreement="yes"),
         "group forgotten": lambda: find(module, value),
+        "several": lambda: find(nn.ModuleList([block(), block()]), world, value),
+        "a list": lambda: find([block()], world, value),
         "no gradient": lambda: find(block().requires_grad_(False), world, value),
         "no such dimension": lambda: find(module, world, value, batch_dimension=7),
         "text": lambda: begin(0, ["mlp@1:0"]),
         "one text": lambda: begin(0, "mlp@1:0"),
+        "no settings": lambda: begin(0, None),
         "step": lambda: begin("a", []),
         "negative step": lambda: begin(-1, []),
         "candidates": lambda: candidates(-1),
@@ -68,10 +72,26 @@ def bad_arguments() -> dict[str, str]:
     again = generic.attach(module, world)
     found["attached already"] = message_of(lambda: attach(module))
     found["attached within"] = message_of(lambda: attach(nn.Sequential(module)))
+    found["within attached"] = message_of(lambda: attach(module[1]))
     again.close()
     executor.close()
     found["closed"] = message_of(lambda: begin(0, []))
     return found
+
+
+def held_to_what_was_given() -> tuple[str, dict[Any, int]]:
+    """Without an agreement: a setting besides those of a step, then a step that names none."""
+    module, value = block(), sample()
+    executor = generic.attach(module, dist.group.WORLD)
+    step(module, value)
+    assert executor.begin_step(0, OverlapSetting.parse("mlp@2:0"))  # type: ignore[arg-type]
+    message = message_of(lambda: set_both(executor, SPLIT))
+    assert executor.begin_step(1)
+    set_both(executor, SPLIT)
+    step(module, value)
+    launches = dict(executor.launches)
+    executor.close()
+    return message, launches
 
 
 def held_to_what_was_agreed() -> tuple[list[str], float, dict[Any, int]]:
@@ -98,13 +118,47 @@ def held_to_what_was_agreed() -> tuple[list[str], float, dict[Any, int]]:
     return messages, worst, executed
 
 
-def different_levels(others: tuple[int, ...]) -> str:
+def different_levels(others: tuple[int, ...], patience_s: float) -> str:
     """Ranks that attach with other levels than the first, or with none."""
+    groups._ATTACH_TIMEOUT_S = patience_s
 
     def attach() -> None:
         generic.attach(block(), levels=(4, 8) if dist.get_rank() == 0 else others).close()
 
     return message_of(attach)
+
+
+class Doubled(nn.Module):
+    """Its forward is patched on the instance, and keeps something on it from line to line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = block()
+        self.forward = MethodType(Doubled.patched, self)  # type: ignore[method-assign]
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[no-redef]
+        raise AssertionError("the patch was lost")
+
+    def patched(self, value: torch.Tensor) -> torch.Tensor:
+        self.kept = value
+        return 2 * self.layers(value) + self.kept
+
+
+def patched_forwards() -> list[float]:
+    """A patched block, a copy of it, and one within another block."""
+    value, errors = sample(), []
+    for make in (Doubled, lambda: nn.Sequential(Doubled(), *block())):
+        module = make()
+        wanted = step(module, value)
+        executor = generic.attach(module, dist.group.WORLD)
+        copied = copy.deepcopy(module)
+        step(module, value)
+        set_both(executor, SPLIT)
+        errors += [error(step(module, value), wanted), error(step(copied, value), wanted)]
+        assert executor.executed["forward", "split"] == 1
+        executor.close()
+        errors.append(error(step(module, value), wanted))
+    return errors
 
 
 def copies() -> list[float]:
@@ -172,9 +226,11 @@ def surroundings(case: str) -> tuple[float, list[str], int]:
 
     wanted = train()
     executor = generic.attach(module, dist.group.WORLD)
+    worst = error(train(), wanted)
+    reasons = list(executor.reasons)
     set_both(executor, SPLIT)
-    worst = max(error(train(), wanted) for _ in range(3))
-    found = worst, list(executor.reasons), executor.executed["forward", "split"]
+    worst = max(worst, *(error(train(), wanted) for _ in range(3)))
+    found = worst, reasons, executor.executed["forward", "split"]
     executor.close()
     return found
 
@@ -228,6 +284,52 @@ def closed_from_within() -> tuple[str, float]:
     worst = error(step(module, value), wanted)
     executor.close()
     return message, max(worst, error(step(module, value), wanted))
+
+
+class InPlace(nn.Module):
+    """Changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = block()
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.layers(value.mul_(2))  # type: ignore[no-any-return]
+
+
+def changes_in_place() -> tuple[float, list[str], str]:
+    """Error and reasons where the input needs no gradient; what is said where it does."""
+    module = InPlace()
+
+    def train() -> list[torch.Tensor]:
+        module.zero_grad()
+        value = sample()
+        output = module(value)
+        output.square().sum().backward()
+        return [output.detach(), value, *(p.grad for p in module.parameters())]  # type: ignore[list-item]
+
+    wanted = train()
+    executor = generic.attach(module, dist.group.WORLD)
+    worst = error(train(), wanted)
+    set_both(executor, SPLIT)
+    worst = max(worst, error(train(), wanted))
+    reasons = list(executor.reasons)
+    executor.close()
+    executor = generic.attach(module, dist.group.WORLD)
+    message = message_of(lambda: module(sample().requires_grad_() * 1))
+    executor.close()
+    return worst, reasons, message
+
+
+def closed_before_backward() -> str:
+    """What is said of a backward whose forward was split by an executor that is closed since."""
+    module = block()
+    executor = generic.attach(module, dist.group.WORLD)
+    step(module, sample())
+    set_both(executor, SPLIT)
+    output = module(sample().requires_grad_())
+    executor.close()
+    return message_of(lambda: output.sum().backward())
 
 
 def wrapped_later() -> tuple[float, int]:

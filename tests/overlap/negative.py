@@ -194,6 +194,7 @@ FALLBACKS = {
     "context_parallel_size": "context parallelism",
     "FSDP": "FSDP",
     "Transformer Engine": "Transformer Engine",
+    "model without its wrapper": "a wrapper that was not attached with it",
     "extract_layer_indices": "extract_layer_indices",
     "gradient of another input": "needs a gradient",
 }
@@ -263,6 +264,11 @@ def _pretended(block: Any, case: str) -> Iterator[None]:
         parameter.__fsdp_param__ = True
         yield
         del parameter.__fsdp_param__
+    elif case == "model without its wrapper":
+        parameter = next(block.parameters())
+        parameter.main_grad = torch.zeros_like(parameter)
+        yield
+        del parameter.main_grad
     elif hasattr(block.config, case):
         before = getattr(block.config, case)
         setattr(block.config, case, _CONFIG_VALUES.get(case, True))

@@ -128,7 +128,7 @@ def pipeline(
     from kareus_pp.integrations import overlap_megatron
 
     references = [job.step(step) for step in range(steps)]
-    executor = overlap_megatron.attach(job.chunks)
+    executor = overlap_megatron.attach(job.chunks, timeout_s=60.0)
     try:
         with told(job, executor, {}):
             job.step(0)

@@ -179,6 +179,7 @@ def test_a_plan_that_splits_a_forward_alone_says_so_once(
     said = [r.getMessage() for r in caplog.records if "and not the backward of" in r.getMessage()]
     assert len(said) == 2, "once on each rank"
     assert "splits 0F2 and" in said[0] + said[1]
+    assert all("that runs in halves one after the other" in line for line in said)
     assert not any(s.standing_down for s in pipeline.sessions)
 
 
